@@ -1,0 +1,85 @@
+"""A request in progress, and the rows a step gives it. Pure Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.cache.state import SequenceCache
+from paceline.types import SamplingParams
+
+__all__ = ["Batch", "BatchRow", "Sequence"]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """One request: its tokens, its limits and its handle on the caches.
+
+    Nothing here knows of drafting: a proposer's state lives with the engine, by `id`.
+
+    Attributes:
+        id: the engine's number for the request, never used twice.
+        tokens: prompt, then what was emitted; grows only.
+        prompt_len: tokens of the prompt, at least 1.
+        params: how it is decoded.
+        max_emitted: tokens it may emit: `params.max_tokens`, cut where the context limit is nearer.
+        stop_ids: ids that end it.
+        cache: its rows in the pools from admission to its end, else None.
+    """
+
+    id: int
+    tokens: list[int]
+    prompt_len: int
+    params: SamplingParams
+    max_emitted: int
+    stop_ids: frozenset[int] = field(default_factory=frozenset)
+    cache: SequenceCache | None = None
+
+    @property
+    def num_emitted(self) -> int:
+        """Tokens emitted so far."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def budget_tokens(self) -> int:
+        """Most tokens it can ever hold, prompt included."""
+        return self.prompt_len + self.max_emitted
+
+    @property
+    def handle(self) -> SequenceCache:
+        """The cache handle of an admitted sequence."""
+        assert self.cache is not None, f"sequence {self.id} is not admitted"
+        return self.cache
+
+
+@dataclass(slots=True, eq=False)
+class BatchRow:
+    """What one step computes of one sequence.
+
+    Attributes:
+        sequence: whose.
+        first: position of the first row, the sequence's committed length.
+        width: known tokens to run: a piece of the prompt, or the one emitted last.
+        max_drafts: drafts that may be verified behind them; 0 unless the row ends the known tokens.
+    """
+
+    sequence: Sequence
+    first: int
+    width: int
+    max_drafts: int = 0
+
+    @property
+    def emits(self) -> bool:
+        """Whether the step's last row is the sequence's last known token, so that one follows."""
+        return self.first + self.width == len(self.sequence.tokens)
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """The rows of one step; at most one per sequence."""
+
+    rows: list[BatchRow]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the forward if every draft that may be verified is given."""
+        return sum(row.width + row.max_drafts for row in self.rows)

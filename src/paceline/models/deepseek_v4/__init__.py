@@ -1,0 +1,1 @@
+"""DeepSeek-V4: the trunk, its multi-token-prediction head, and reading their checkpoints."""

@@ -1,0 +1,36 @@
+"""A dense table that is read by row (embedding) or multiplied with (head)."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.ops.reference import linear
+
+__all__ = ["DenseWeight"]
+
+
+class DenseWeight:
+    """A [rows, columns] table kept as the checkpoint has it and computed in `dtype`.
+
+    Args:
+        table: [rows, columns] bf16 or fp32; kept, not copied.
+        dtype: of what `gather` returns.
+    """
+
+    def __init__(self, table: torch.Tensor, *, dtype: torch.dtype) -> None:
+        self.table = table
+        self.dtype = dtype
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the table."""
+        return self.table.shape[0]
+
+    def gather(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of `ids` [R] int64 as [R, columns] in `dtype`."""
+        return self.table[ids].to(self.dtype)
+
+    def matmul(self, x: torch.Tensor, *, num_rows: int = 0) -> torch.Tensor:
+        """`x` [R, columns] times the table's first `num_rows` rows (0: all), fp32 [R, num_rows]."""
+        table = self.table[:num_rows] if num_rows else self.table
+        return linear(x.float(), table.float())
