@@ -10,6 +10,7 @@ hyper-connections, ``ape``, ``attn_sink`` and the router bias, int64 for ``tid2e
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def pack_fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     """fp32 ``[o, i]`` -> (int8 ``[o, i/2]`` codes, float8_e8m0fnu ``[o, i/32]`` scales)."""
     grid, exponent = fp4_codes(weight.float())
     size = grid.abs().flatten(-2)
-    edges = torch.tensor([(a + b) / 2 for a, b in zip(_GRID, _GRID[1:], strict=False)])
+    edges = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(_GRID)])
     code = torch.bucketize(size.contiguous(), edges.to(size.device))
     # A negative value that rounded to zero keeps the plain zero code: sign() erased its sign.
     code = code | ((grid.flatten(-2) < 0).to(code.dtype) << 3)
@@ -115,6 +116,7 @@ def write_checkpoint(
     for i, shard in enumerate(shards):
         file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)
         index.update(dict.fromkeys(shard, file))
     config = model.shape.to_config()
     if not fp4:

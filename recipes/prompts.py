@@ -1,6 +1,6 @@
 """Write the benchmark prompts: eight classes, none of whose text was trained on.
 
-``python -m recipes.prompts --work DIR`` uses the downloads and documents of ``recipes/corpus.py``
+``python recipes/prompts.py --work DIR`` uses the downloads and documents of ``recipes/corpus.py``
 in ``DIR`` and writes ``benchmarks/prompts.jsonl``, one ``{"class", "id", "prompt"}`` a line.
 Prompts are between 60 and 400 tokens of the bundled tokenizer. Chat prompts carry the markers of
 the chat template, the others are plain text without a begin marker. The same seed and pins give
@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from recipes import corpus, tokenizer
+import corpus
+import tokenizer
 
 OUT = corpus.HERE.parent / "benchmarks" / "prompts.jsonl"
 SHORTEST, LONGEST = 60, 400

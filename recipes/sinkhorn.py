@@ -38,9 +38,7 @@ def sinkhorn(logits: Tensor, iters: int, eps: float, *, fused: bool = False) -> 
 if triton is not None:
 
     @triton.jit
-    def _forward_kernel(
-        logits, out, sums, count, eps, ITERS: tl.constexpr, BLOCK: tl.constexpr
-    ):  # noqa: N803
+    def _forward_kernel(logits, out, sums, count, eps, ITERS: tl.constexpr, BLOCK: tl.constexpr):
         n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         r = tl.arange(0, 4)
         place = n[:, None, None] * 16 + r[None, :, None] * 4 + r[None, None, :]
@@ -66,7 +64,7 @@ if triton is not None:
     @triton.jit
     def _backward_kernel(
         out, sums, grad, result, count, eps, ITERS: tl.constexpr, BLOCK: tl.constexpr
-    ):  # noqa: N803
+    ):
         n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         r = tl.arange(0, 4)
         place = n[:, None, None] * 16 + r[None, :, None] * 4 + r[None, None, :]

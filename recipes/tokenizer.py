@@ -1,11 +1,11 @@
 """Train the bundled tokenizer and turn the corpus into a token file.
 
-``python -m recipes.tokenizer train --work DIR`` trains a byte-level BPE of 8,192 entries on the
+``python recipes/tokenizer.py train --work DIR`` trains a byte-level BPE of 8,192 entries on the
 documents of ``recipes/corpus.py`` and writes ``tokenizer.json`` and ``tokenizer_config.json``. The
 pre-tokenizer rules and the special strings are those of DeepSeek-V4, read from the package that
 ``corpus.toml`` pins; the vocabulary is our own.
 
-``python -m recipes.tokenizer pack --work DIR --out .train`` encodes all documents. One document is
+``python recipes/tokenizer.py pack --work DIR --out .train`` encodes all documents. One document is
 the begin marker, its tokens and the end marker. The token file is a plain sequence of little-endian
 unsigned 16-bit integers, stored as concatenated xz streams; :func:`read_tokens` needs nothing but
 the Python standard library.
@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes import corpus
+import corpus
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

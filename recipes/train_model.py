@@ -26,7 +26,7 @@ FP4_MAX = 6.0
 
 @dataclass(frozen=True)
 class Shape:
-    """The numbers of a ``config.json`` that the computation needs, under their Hugging Face names."""
+    """The numbers of a ``config.json`` that the computation needs, under the same names."""
 
     vocab_size: int = 8192
     hidden_size: int = 256
@@ -160,7 +160,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """RMS norm over the last axis: fp32 statistics and weight, one cast to ``x``'s type at the end."""
+    """RMS norm over the last axis in fp32, cast to the type of ``x`` once at the end."""
     y = x.float()
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     return (y if weight is None else y * weight).to(x.dtype)
@@ -171,14 +171,17 @@ def linear(x: Tensor, layer: nn.Linear) -> Tensor:
     return F.linear(x, layer.weight.to(x.dtype))
 
 
-def rotary_table(shape: Shape, length: int, *, compressed: bool, device: Any) -> tuple[Tensor, Tensor]:
+def rotary_table(
+    shape: Shape, length: int, *, compressed: bool, device: Any
+) -> tuple[Tensor, Tensor]:
     """cos and sin, fp32 ``[length, rope/2]``; ``compressed`` selects base 160000 with YaRN."""
     dim = shape.qk_rope_head_dim
     base = shape.compress_rope_theta if compressed else shape.rope_theta
     freq = base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     if compressed:
         ends = [
-            dim * math.log(65536 / (turns * 2 * math.pi)) / (2 * math.log(base)) for turns in (32, 1)
+            dim * math.log(65536 / (turns * 2 * math.pi)) / (2 * math.log(base))
+            for turns in (32, 1)
         ]
         low, high = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), dim - 1)
         ramp = (torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 1e-3)
@@ -371,9 +374,9 @@ class Attention(nn.Module):
             logits = logits.view(batch, length, heads, count)
             mass = torch.where(chosen.unsqueeze(2), logits.float().exp(), 0.0)
             total = total + mass.sum(-1)
-            out = out + torch.bmm(
-                mass.to(x.dtype).view(batch, length * heads, count), rows
-            ).view(batch, length, heads, dim)
+            out = out + torch.bmm(mass.to(x.dtype).view(batch, length * heads, count), rows).view(
+                batch, length, heads, dim
+            )
             if scores is not None:
                 share = (mass / total.unsqueeze(-1)).sum(2).detach()
                 share = share / share.sum(-1, keepdim=True).clamp(min=1e-9)
@@ -674,7 +677,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int, frequency: Tensor | None = None) -> None:
-        """Set all weights from ``seed``; ``frequency`` ``[vocab]`` balances the hash layers' table."""
+        """Set all weights from ``seed``; ``frequency`` ``[vocab]`` balances the hash table."""
         rng = torch.Generator().manual_seed(seed)
 
         def normal(p: Tensor, std: float) -> None:
@@ -719,7 +722,7 @@ class Model(nn.Module):
         )
 
     def trunk(self, ids: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Ids ``[B, T]`` -> (streams ``[B, T, n, D]`` before hc_head, expert loads, indexer loss)."""
+        """Ids ``[B, T]`` -> (streams ``[B, T, n, D]``, expert loads, indexer loss)."""
         h = self.embed(ids).to(self.compute)
         h = h.unsqueeze(2).expand(-1, -1, self.shape.hc_mult, -1).contiguous()
         loads, index_loss = [], torch.zeros((), device=ids.device)

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-sys.path.insert(0, str(RECIPES))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 
-import export  # noqa: E402
-import train  # noqa: E402
-from train_model import Model, Shape, fp4_round  # noqa: E402
+import evaluate
+import export
+import train
+from train_model import Model, Shape, fp4_round
 
 TINY = Shape(
     vocab_size=512,
@@ -61,9 +61,7 @@ def lively(shape: Shape, seed: int = 0) -> Model:
                 p.copy_(0.1 * noise)
             elif leaf.endswith("_base"):
                 p.add_(0.5 * noise)
-            elif leaf.endswith("_scale"):
-                p.copy_(1 + 0.1 * noise)
-            elif "norm" in name:
+            elif leaf.endswith("_scale") or "norm" in name:
                 p.copy_(1 + 0.1 * noise)
             elif name == "head.weight":
                 p.copy_(0.05 * noise)
@@ -193,7 +191,8 @@ def test_fp4_export_round_trip_is_exact(tmp_path: Path) -> None:
         model.layers[0].ffn.experts_w2[0, 0] = 0.0
     total = export.write_checkpoint(model, tmp_path, shard_bytes=2**19)
     files = sorted(tmp_path.glob("*.safetensors"))
-    assert len(files) > 1 and all(f.stat().st_size < 2**19 + 2**17 for f in files)
+    assert len(files) > 1
+    assert all(f.stat().st_size < 2**19 + 2**17 for f in files)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == total
     back = export.read_checkpoint(tmp_path)
@@ -259,3 +258,25 @@ def test_training_learns_and_resumes_exactly(tmp_path: Path) -> None:
     a = torch.load(tmp_path / "a" / "state.pt", weights_only=False)["model"]
     b = torch.load(tmp_path / "b" / "state.pt", weights_only=False)["model"]
     assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_evaluation_reads_classes_and_counts_drafts(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    model = lively(TINY, seed=7)
+    export.write_checkpoint(model, tmp_path)
+    tokens = train.synthetic_tokens(900, 512, 3).numpy().astype("<u2")
+    tokens[400], tokens[401] = 1, 0
+    tokens[0], tokens[-1] = 0, 1
+    (tmp_path / "heldout.bin").write_bytes(tokens.tobytes())
+    manifest = tmp_path / "manifest.json"
+    kinds = {"code": 401, "manual": 499, "dictionary": 0, "chat": 0}
+    manifest.write_text(json.dumps({"heldout_tokens": {"count": 900, "by_kind": kinds}}))
+    result = evaluate.evaluate_folder(
+        tmp_path, tmp_path, device="cpu", master=model, manifest=manifest, length=128, batch=2
+    )
+    assert set(result["classes"]) == {"code", "manual"}
+    code = result["classes"]["code"]
+    assert code["tokens"] == 3 * 128
+    assert 0 < code["loss"] < 12
+    assert [row["depth"] for row in code["drafts"]] == [1, 2, 3]
+    assert abs(result["summary"]["fp4_cost_nats"]) < 0.5

@@ -155,7 +155,7 @@ class Runner:
         self._max_rows = max_rows
         self._buffers = StepBuffers(max_rows, device)
         self._counting: npt.NDArray[np.int64] = np.arange(
-            max_seq_len + BLOCK_TOKENS, dtype=np.int64
+            max(max_seq_len, max_rows) + 1, dtype=np.int64
         )
         self._on_host = device.type == "cpu"
         tables = self.pools.block_tables
@@ -178,8 +178,7 @@ class Runner:
         """
         inputs = self._write(rows)
         self.num_forwards += 1
-        with torch.inference_mode():
-            return self._model.forward(inputs, self.pools)
+        return self._model.forward(inputs, self.pools)
 
     def scrub(self, cache: SequenceCache) -> None:
         """Zero what a failed sequence wrote, before its slot and blocks are given to another.
@@ -252,9 +251,7 @@ class Runner:
                 logits = end
             if given.num_hiddens:
                 end = hiddens + given.num_hiddens
-                buffers.hidden_rows[hiddens:end] = counting[
-                    next_row - given.num_hiddens : next_row
-                ]
+                buffers.hidden_rows[hiddens:end] = counting[next_row - given.num_hiddens : next_row]
                 hiddens = end
             row = next_row
             longest = max(longest, last)

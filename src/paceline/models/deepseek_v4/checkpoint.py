@@ -45,7 +45,6 @@ __all__ = [
     "Checkpoint",
     "DrafterKind",
     "LoadPlan",
-    "Part",
     "StorageKind",
     "StoredTensor",
     "TensorSpec",
@@ -61,22 +60,6 @@ DrafterKind = Literal["mtp", "dspark"]
 
 StorageKind = Literal["fp32", "bf16", "fp8", "fp4", "int64"]
 """How a tensor lies in the file; fp8 and fp4 have a ue8m0 ``scale`` beside the ``weight``."""
-
-Part = Literal[
-    "embedding",
-    "head",
-    "norms",
-    "hyper-connections",
-    "attention",
-    "compressor",
-    "indexer",
-    "router",
-    "experts",
-    "shared expert",
-    "projections",
-    "other",
-]
-"""What a tensor is for; "projections" are the drafter's two input projections."""
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -182,13 +165,11 @@ class TensorSpec:
         shape: unpacked shape in elements; linear weights are ``[out, in]``.
         kinds: the storage kinds accepted; the first is the one the release uses.
         dims: `shape` in terms of the configuration's fields, for messages.
-        part: what it is for.
     """
 
     shape: tuple[int, ...]
     kinds: tuple[StorageKind, ...]
     dims: tuple[str, ...]
-    part: Part
 
     @property
     def release_kind(self) -> StorageKind:
@@ -495,17 +476,17 @@ def tensor_specs(config: ModelConfig, drafter: DrafterKind | None) -> dict[str, 
         drafter: "mtp" adds ``mtp.0.*``. A DSpark drafter is not run, so it adds nothing.
     """
     table = _SpecTable(config)
-    table.add("embed.weight", "bf16", "embedding", "vocab_size", "hidden_size")
+    table.add("embed.weight", "bf16", "vocab_size", "hidden_size")
     for layer, ratio in enumerate(config.compress_ratios):
         table.add_block(f"layers.{layer}", ratio=ratio, hashed=config.is_hash_routed(layer))
     table.add_collapse("")
-    table.add("head.weight", "bf16", "head", "vocab_size", "hidden_size")
+    table.add("head.weight", "bf16", "vocab_size", "hidden_size")
     if drafter == "mtp":
         for projection in ("e_proj", "h_proj"):
             name = f"mtp.0.{projection}.weight"
-            table.add(name, "fp8", "projections", "hidden_size", "hidden_size")
+            table.add(name, "fp8", "hidden_size", "hidden_size")
         for norm in ("enorm", "hnorm"):
-            table.add(f"mtp.0.{norm}.weight", "bf16", "norms", "hidden_size")
+            table.add(f"mtp.0.{norm}.weight", "bf16", "hidden_size")
         table.add_block("mtp.0", ratio=0, hashed=False)
         table.add_collapse("mtp.0.")
     return table.specs
@@ -527,74 +508,74 @@ class _SpecTable:
         )
         return value // int(getattr(self.config, divisor)) if divisor else value
 
-    def add(self, name: str, kind: StorageKind, part: Part, *dims: str) -> None:
-        self.specs[name] = TensorSpec(
-            tuple(self._size(text) for text in dims), _ACCEPTED[kind], dims, part
-        )
+    def add(self, name: str, kind: StorageKind, *dims: str) -> None:
+        """Add one tensor that the release stores as `kind`."""
+        shape = tuple(self._size(text) for text in dims)
+        self.specs[name] = TensorSpec(shape, _ACCEPTED[kind], dims)
 
     def add_block(self, prefix: str, *, ratio: int, hashed: bool) -> None:
         """Add the tensors of one decoder block under ``prefix.``."""
-        self.add(f"{prefix}.attn_norm.weight", "bf16", "norms", "hidden_size")
-        self.add(f"{prefix}.ffn_norm.weight", "bf16", "norms", "hidden_size")
+        self.add(f"{prefix}.attn_norm.weight", "bf16", "hidden_size")
+        self.add(f"{prefix}.ffn_norm.weight", "bf16", "hidden_size")
         mixes = "hc_mult*(hc_mult+2)"
         for name in (f"{prefix}.hc_attn", f"{prefix}.hc_ffn"):
-            self.add(f"{name}_fn", "fp32", "hyper-connections", mixes, "hc_mult*hidden_size")
-            self.add(f"{name}_base", "fp32", "hyper-connections", mixes)
-            self.add(f"{name}_scale", "fp32", "hyper-connections", "3")
+            self.add(f"{name}_fn", "fp32", mixes, "hc_mult*hidden_size")
+            self.add(f"{name}_base", "fp32", mixes)
+            self.add(f"{name}_scale", "fp32", "3")
 
         attn = f"{prefix}.attn"
         heads = "num_attention_heads*head_dim"
         grouped = "o_groups*o_lora_rank"
-        self.add(f"{attn}.wq_a.weight", "fp8", "attention", "q_lora_rank", "hidden_size")
-        self.add(f"{attn}.q_norm.weight", "bf16", "norms", "q_lora_rank")
-        self.add(f"{attn}.wq_b.weight", "fp8", "attention", heads, "q_lora_rank")
-        self.add(f"{attn}.wkv.weight", "fp8", "attention", "head_dim", "hidden_size")
-        self.add(f"{attn}.kv_norm.weight", "bf16", "norms", "head_dim")
-        self.add(f"{attn}.wo_a.weight", "fp8", "attention", grouped, f"{heads}/o_groups")
-        self.add(f"{attn}.wo_b.weight", "fp8", "attention", "hidden_size", grouped)
-        self.add(f"{attn}.attn_sink", "fp32", "attention", "num_attention_heads")
+        self.add(f"{attn}.wq_a.weight", "fp8", "q_lora_rank", "hidden_size")
+        self.add(f"{attn}.q_norm.weight", "bf16", "q_lora_rank")
+        self.add(f"{attn}.wq_b.weight", "fp8", heads, "q_lora_rank")
+        self.add(f"{attn}.wkv.weight", "fp8", "head_dim", "hidden_size")
+        self.add(f"{attn}.kv_norm.weight", "bf16", "head_dim")
+        self.add(f"{attn}.wo_a.weight", "fp8", grouped, f"{heads}/o_groups")
+        self.add(f"{attn}.wo_b.weight", "fp8", "hidden_size", grouped)
+        self.add(f"{attn}.attn_sink", "fp32", "num_attention_heads")
         if ratio:
             # Rows of ratio-4 compressors overlap: their projections hold two halves.
-            self._add_compressor(f"{attn}.compressor", "compressor", ratio, "head_dim")
+            self._add_compressor(f"{attn}.compressor", ratio, "head_dim")
         if ratio == 4:
             indexer = f"{attn}.indexer"
             queries = "index_n_heads*index_head_dim"
-            self.add(f"{indexer}.wq_b.weight", "fp8", "indexer", queries, "q_lora_rank")
+            self.add(f"{indexer}.wq_b.weight", "fp8", queries, "q_lora_rank")
             name = f"{indexer}.weights_proj.weight"
-            self.add(name, "bf16", "indexer", "index_n_heads", "hidden_size")
-            self._add_compressor(f"{indexer}.compressor", "indexer", ratio, "index_head_dim")
+            self.add(name, "bf16", "index_n_heads", "hidden_size")
+            self._add_compressor(f"{indexer}.compressor", ratio, "index_head_dim")
 
         ffn = f"{prefix}.ffn"
         inner = "moe_intermediate_size"
-        self.add(f"{ffn}.gate.weight", "bf16", "router", "n_routed_experts", "hidden_size")
+        self.add(f"{ffn}.gate.weight", "bf16", "n_routed_experts", "hidden_size")
         if hashed:
             name = f"{ffn}.gate.tid2eid"
-            self.add(name, "int64", "router", "vocab_size", "num_experts_per_tok")
+            self.add(name, "int64", "vocab_size", "num_experts_per_tok")
         else:
-            self.add(f"{ffn}.gate.bias", "fp32", "router", "n_routed_experts")
+            self.add(f"{ffn}.gate.bias", "fp32", "n_routed_experts")
         for expert in range(self.config.n_routed_experts):
             name = f"{ffn}.experts.{expert}"
-            self.add(f"{name}.w1.weight", "fp4", "experts", inner, "hidden_size")
-            self.add(f"{name}.w2.weight", "fp4", "experts", "hidden_size", inner)
-            self.add(f"{name}.w3.weight", "fp4", "experts", inner, "hidden_size")
+            self.add(f"{name}.w1.weight", "fp4", inner, "hidden_size")
+            self.add(f"{name}.w2.weight", "fp4", "hidden_size", inner)
+            self.add(f"{name}.w3.weight", "fp4", inner, "hidden_size")
         for matrix in ("w1", "w2", "w3"):
             dims = ("hidden_size", inner) if matrix == "w2" else (inner, "hidden_size")
-            self.add(f"{ffn}.shared_experts.{matrix}.weight", "fp8", "shared expert", *dims)
+            self.add(f"{ffn}.shared_experts.{matrix}.weight", "fp8", *dims)
 
-    def _add_compressor(self, name: str, part: Part, ratio: int, width: str) -> None:
+    def _add_compressor(self, name: str, ratio: int, width: str) -> None:
         wide = f"2*{width}" if ratio == 4 else width
-        self.add(f"{name}.ape", "fp32", part, str(ratio), wide)
-        self.add(f"{name}.wkv.weight", "bf16", part, wide, "hidden_size")
-        self.add(f"{name}.wgate.weight", "bf16", part, wide, "hidden_size")
-        self.add(f"{name}.norm.weight", "bf16", part, width)
+        self.add(f"{name}.ape", "fp32", str(ratio), wide)
+        self.add(f"{name}.wkv.weight", "bf16", wide, "hidden_size")
+        self.add(f"{name}.wgate.weight", "bf16", wide, "hidden_size")
+        self.add(f"{name}.norm.weight", "bf16", width)
 
     def add_collapse(self, prefix: str) -> None:
         """Add the final norm and the weights that join the streams."""
-        self.add(f"{prefix}norm.weight", "bf16", "norms", "hidden_size")
+        self.add(f"{prefix}norm.weight", "bf16", "hidden_size")
         name = f"{prefix}hc_head"
-        self.add(f"{name}_fn", "fp32", "hyper-connections", "hc_mult", "hc_mult*hidden_size")
-        self.add(f"{name}_base", "fp32", "hyper-connections", "hc_mult")
-        self.add(f"{name}_scale", "fp32", "hyper-connections", "1")
+        self.add(f"{name}_fn", "fp32", "hc_mult", "hc_mult*hidden_size")
+        self.add(f"{name}_base", "fp32", "hc_mult")
+        self.add(f"{name}_scale", "fp32", "1")
 
 
 def plan_load(checkpoint: Checkpoint, config: ModelConfig, *, want_drafter: bool) -> LoadPlan:

@@ -1,0 +1,382 @@
+"""The contract between an engine and whatever proposes drafts; knows no tensor at run time.
+
+A proposer may only cost or save time: every draft is verified by the target, so none can change
+what is decoded. Four verbs are required (`alloc_state`, `propose`, `after_verify`,
+`free_state`); everything else has a default that declines by value, and the engine asks by calling.
+
+The pair key, drawn once; the rest of the project refers to this drawing:
+
+    token     t0   t1   t2   t3   t4        the sequence; t4 was sampled last
+    streams   h0   h1   h2   h3             of the target, before collapse and before the final norm
+    row key        0    1    2    3         key k joins (h_k, t_{k+1}) and predicts t_{k+2}
+
+A drafter's row of key k has rotary position k. With P the position of the token sampled last (its
+target row is not written yet), a propose begins with key P - 1, made from the target's streams, and
+goes on with keys P, P + 1, .. made from the drafter's own. `Row` says where something is stored,
+`Position` where a token stands, `PairKey` which pair a row was made from; two of the three always
+differ by one, so each has a type of its own.
+
+What an engine calls, in order, for one sequence:
+
+    admission        alloc_state_for(prompt + max_tokens)
+    prompt chunks    prefill_drafter(prompt, streams, first_position=..) for each chunk, or, where
+                     `prefill_uses_shared_buffers`, once just before the first propose
+    each step        propose or propose_batch -> target verifies -> after_verify(num_accepted)
+                     -> catchup_batch (the accepted drafts with the target's own streams)
+    undrafted steps  nothing; later catchup_drafter from last_pair_key on, or a shorter context
+    drafts dropped   after_verify(0)
+    the end          take_drafter_kv where rows are to outlive the sequence, then free_state
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from paceline.types import Draft, DrafterKv, DraftRequest, PairKey
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "Batching",
+    "Captured",
+    "ContextFeed",
+    "DraftBinding",
+    "DraftProposer",
+    "DraftRunner",
+    "Facts",
+    "KvHandover",
+]
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftBinding:
+    """One draft step as an executor may capture it: fixed buffers, fixed shapes.
+
+    Attributes:
+        inputs: name to the buffer the step reads; the first axis is rows, the widest width long.
+        outputs: name to the buffer the step writes, likewise.
+        widths: row counts the step may be captured for, rising.
+        step: runs the step eagerly on the first `width` rows of the buffers; what is captured.
+        vocab_rows: rows of the output head the step reads.
+    """
+
+    inputs: Mapping[str, torch.Tensor]
+    outputs: Mapping[str, torch.Tensor]
+    widths: tuple[int, ...]
+    step: Callable[[int], None]
+    vocab_rows: int
+
+
+class DraftRunner(Protocol):
+    """A captured or planned draft step over the buffers of a `DraftBinding`."""
+
+    def serves(self, width: int) -> bool:
+        """Whether a step of `width` rows can be run; the proposer runs others eagerly."""
+        ...
+
+    def run_draft(self, width: int) -> None:
+        """Run the step on the first `width` rows of the bound buffers."""
+        ...
+
+
+class Facts:
+    """What the engine reads once, when it is built.
+
+    Attributes:
+        block_gamma: fixed block of a drafter that drafts all tokens at once, the known token
+            included; the engine then drafts `block_gamma - 1`. None: any number, one by one.
+        needs_comm: drafting contains collectives, so all ranks must draft the same sequences in
+            the same order. False: drafting is one rank's own business.
+        prefill_uses_shared_buffers: `prefill_drafter` overwrites the target's step memory, so the
+            engine puts it off until just before the first propose. False: at each prompt chunk.
+    """
+
+    block_gamma: int | None = None
+    needs_comm: bool = False
+    prefill_uses_shared_buffers: bool = False
+
+    def prefill_hidden_rows(self, max_seq_len: int) -> int:
+        """Say how many of a prompt's last rows of streams are worth retaining.
+
+        Args:
+            max_seq_len: most tokens a sequence may hold.
+
+        Returns:
+            Rows, at most `max_seq_len`. Default: all of them; 0: this proposer reads none.
+        """
+        return max_seq_len
+
+
+class Batching(Generic[S]):
+    """Drafting for several sequences in one pass. Both methods or neither."""
+
+    def propose_batch(
+        self, requests: Sequence[DraftRequest], states: Sequence[S]
+    ) -> list[Draft] | None:
+        """Draft for every request at once, each as `propose` would.
+
+        Called in place of `propose` for groups of at most `propose_batch_max` sequences.
+
+        Args:
+            requests: one per sequence; numbers of drafts may differ.
+            states: each sequence's own, in the same order, all distinct.
+
+        Returns:
+            One draft per request. Default: None, declined; then no state was touched and the
+            engine calls `propose` for each.
+        """
+        return None
+
+    def propose_batch_max(self) -> int:
+        """Return the widest batch `propose_batch` takes. Default: 1, one sequence at a time."""
+        return 1
+
+
+class ContextFeed(Generic[S]):
+    """What a drafter learns from the target beside its requests.
+
+    Any feeding method asks for `drafter_rows` and `last_pair_key` too. A drafter copies what it
+    keeps: the caller's tensors are dead after the call returns.
+    """
+
+    def prefill_drafter(
+        self,
+        prompt_tokens: Sequence[int],
+        hiddens: torch.Tensor,
+        state: S,
+        *,
+        first_position: int = 0,
+    ) -> int:
+        """Write rows for a stretch of the prompt, before the sequence's first propose.
+
+        Called for each chunk of a prompt, in order, or once for the whole of it. A pair is written
+        where both its streams and its token are there; the pair of the prompt's last position waits
+        for the token sampled from it and is the first row of the first propose.
+
+        Args:
+            prompt_tokens: the whole prompt, in every call.
+            hiddens: [n, hc_mult, hidden], streams of positions first_position ..
+                first_position + n - 1.
+            state: the sequence's own.
+            first_position: position of `hiddens[0]`.
+
+        Returns:
+            Rows written; fewer than n where older ones could never be read. Default: 0.
+        """
+        return 0
+
+    def catchup_drafter(
+        self,
+        tokens: Sequence[int],
+        hiddens: torch.Tensor,
+        row_base: int,
+        pos_base: int,
+        state: S,
+    ) -> int:
+        """Append rows for pairs that were decoded while nothing was drafted.
+
+        Called before a propose that follows such a stretch. Rows that are not adjacent to the ones
+        held replace them: a drafter never attends over a gap.
+
+        Args:
+            tokens: ids at positions pos_base .. pos_base + n - 1.
+            hiddens: [n, hc_mult, hidden], row j of position pos_base + j - 1: what `tokens[j]` is
+                paired with.
+            row_base: the append point; must equal `drafter_rows(state)`.
+            pos_base: position of `tokens[0]`, whose row gets pair key pos_base - 1.
+            state: the sequence's own.
+
+        Returns:
+            Rows written; fewer than n where older ones could never be read. Default: 0, this
+            proposer keeps no context.
+
+        Raises:
+            ValueError: `row_base` is not the append point.
+        """
+        return 0
+
+    def catchup_batch(
+        self,
+        tokens: Sequence[Sequence[int]],
+        hiddens: Sequence[torch.Tensor],
+        first_pos: Sequence[int],
+        states: Sequence[S],
+    ) -> int:
+        """Rewrite the rows of accepted drafts from the target's own streams.
+
+        Called once after the `after_verify` calls of a step. All or nothing: 0 for a request that
+        was not empty means that no state was touched.
+
+        Args:
+            tokens: [i] the accepted drafts of sequence i; may be empty.
+            hiddens: [i] [n, hc_mult, hidden]; row j is paired with tokens[i][j], so it holds the
+                streams of position first_pos[i] + j - 1.
+            first_pos: [i] position of tokens[i][0]; its row gets pair key first_pos[i] - 1.
+            states: each sequence's own, all distinct.
+
+        Returns:
+            Rows taken over all sequences. Default: 0.
+        """
+        return 0
+
+    def drafter_rows(self, state: S) -> int:
+        """Return the rows held, a count of storage and no position. Default: 0, none or unknown."""
+        return 0
+
+    def last_pair_key(self, state: S) -> PairKey | None:
+        """Return the key of the newest row. Default: None, no rows or not tracked."""
+        return None
+
+
+class KvHandover(Generic[S]):
+    """Moving a drafter's rows from one sequence to a later one. All three methods or none.
+
+    A `DrafterKv` has exactly one owner: the state it is in, whoever took it out, or nobody once it
+    is freed.
+    """
+
+    def take_drafter_kv(self, state: S) -> DrafterKv | None:
+        """Move the rows out of a state that is about to be freed.
+
+        Returns:
+            The rows, now the caller's; the state is as freshly allocated. Default: None, nothing
+            to hand over.
+        """
+        return None
+
+    def install_drafter_kv(self, kv: DrafterKv, state: S) -> bool:
+        """Move rows into an empty state.
+
+        Returns:
+            True: the state owns them. Default: False, refused; the caller still owns `kv` and must
+            install it elsewhere or free it.
+        """
+        return False
+
+    def free_drafter_kv(self, kv: DrafterKv) -> None:
+        """Release rows nobody will install. A second call does nothing. Default: nothing."""
+
+
+class Captured:
+    """Running the draft step as a captured program, and leaving drafts on the device.
+
+    `circuit_draft` and `set_circuit_draft` come together.
+    """
+
+    def circuit_draft(self) -> DraftBinding | None:
+        """Describe the draft step to an executor. Default: None, it cannot be captured."""
+        return None
+
+    def set_circuit_draft(self, runner: DraftRunner | None) -> None:
+        """Run `runner` in place of the head's own forward, or its own again with None.
+
+        Drafts are the same bit for bit. Default: ignored.
+        """
+
+    def read_deferred_draft_token(self) -> int | None:
+        """Fetch the id that the last propose with `draft_embed_target` left on the device.
+
+        Waits for the device. Default: None, nothing is ever deferred and `propose` returned the id.
+        """
+        return None
+
+
+_TOGETHER: tuple[tuple[type, tuple[str, ...], tuple[str, ...]], ...] = (
+    (Batching, ("propose_batch", "propose_batch_max"), ("propose_batch", "propose_batch_max")),
+    (
+        ContextFeed,
+        ("prefill_drafter", "catchup_drafter", "catchup_batch"),
+        ("drafter_rows", "last_pair_key"),
+    ),
+    (
+        KvHandover,
+        ("take_drafter_kv", "install_drafter_kv", "free_drafter_kv"),
+        ("take_drafter_kv", "install_drafter_kv", "free_drafter_kv"),
+    ),
+    (
+        Captured,
+        ("circuit_draft", "set_circuit_draft"),
+        ("circuit_draft", "set_circuit_draft"),
+    ),
+)
+"""(concern, methods that ask for company, the company they ask for)."""
+
+
+class DraftProposer(Facts, Batching[S], ContextFeed[S], KvHandover[S], Captured, ABC, Generic[S]):
+    """Proposes tokens for the target to verify. `S` is the proposer's own state of one sequence.
+
+    The engine keeps a state for each sequence, passes it back and never looks inside. A proposer
+    that overrides half of a concern is refused when its class is made.
+
+    Raises:
+        TypeError: at class creation, naming the method that is missing.
+    """
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        """Refuse half a concern."""
+        super().__init_subclass__(**kwargs)
+        for concern, asking, company in _TOGETHER:
+            given = [name for name in asking if getattr(cls, name) is not getattr(concern, name)]
+            lacking = [name for name in company if getattr(cls, name) is getattr(concern, name)]
+            if given and lacking:
+                raise TypeError(
+                    f"{cls.__name__} defines {', '.join(given)} but not {', '.join(lacking)}; "
+                    f"these methods of {concern.__name__} come together"
+                )
+
+    @abstractmethod
+    def alloc_state(self) -> S:
+        """Return fresh state for one sequence; the caller gives it back through `free_state`."""
+
+    def alloc_state_for(self, budget_tokens: int) -> S:
+        """Return fresh state for a sequence that will hold at most `budget_tokens` tokens.
+
+        Called at admission with prompt + max_tokens; a larger number than the context means that
+        the budget is unknown. Default: `alloc_state`, the budget does not matter.
+        """
+        return self.alloc_state()
+
+    @abstractmethod
+    def propose(self, request: DraftRequest, state: S) -> Draft:
+        """Draft what may follow `request.last_token`.
+
+        Called after the verdict of the step before was handed over. With P the request's position,
+        draft j is a guess of the token at P + 1 + j. A drafter with context writes its row of key
+        P - 1 from `request.target_hidden` here.
+
+        Args:
+            request: the sequence as it stands.
+            state: its own.
+
+        Returns:
+            At most `request.num_drafts` tokens; fewer, or none, is an answer. A proposer that
+            cannot go on (non-finite values, say) ends the chain there and does not raise.
+        """
+
+    @abstractmethod
+    def after_verify(self, num_accepted: int, state: S) -> None:
+        """Take notice of the verdict and forget the rows it refuted.
+
+        Called once for every draft that was not empty: with the leading drafts accepted, or with 0
+        where the drafts were dropped unverified.
+
+        Raises:
+            ValueError: more than the last propose drafted.
+        """
+
+    @abstractmethod
+    def free_state(self, state: S) -> None:
+        """Give back all that the state holds. A second call does nothing."""
+
+    def last_confidence(self, state: S) -> float | None:
+        """Return the least probability, 0 to 1, the drafter gave to a token of its last draft.
+
+        Default: None, not measured.
+        """
+        return None
