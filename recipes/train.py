@@ -165,7 +165,7 @@ def split_parameters(model: Model) -> tuple[list[tuple[Tensor, tuple[int, int]]]
     return muon, [
         {"params": adam["embed"], "scale": 2.0, "weight_decay": 0.0},
         {"params": adam["head"], "scale": 1.0, "weight_decay": 0.01},
-        {"params": adam["matrix"], "scale": 0.5, "weight_decay": 0.01},
+        {"params": adam["matrix"], "scale": 0.2, "weight_decay": 0.01},
         {"params": adam["vector"], "scale": 1.0, "weight_decay": 0.0},
     ]
 
@@ -281,7 +281,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--warmup", type=int, default=150, help="steps")
     p.add_argument("--flat", type=float, default=0.35, help="share of the run before the decay")
     p.add_argument("--clip", type=float, default=1.0)
-    p.add_argument("--balance", type=float, default=1e-3, help="router bias step")
+    p.add_argument("--balance", type=float, default=2e-3, help="router bias step")
     p.add_argument("--qat-from-step", type=int, default=0, help="round experts to fp4 from here on")
     p.add_argument("--moe", choices=("auto", "grouped", "dense"), default="auto")
     p.add_argument("--sinkhorn", choices=("auto", "fused", "plain"), default="auto")
@@ -464,10 +464,6 @@ class Run:
         total = export.write_checkpoint(self.model, a.out)
         files = sorted(f.name for f in a.out.iterdir())
         say(f"exported {total / 1e6:.2f} MB: {files}")
-        if not a.no_eval and not a.smoke and a.data:
-            result = evaluate.evaluate_folder(a.out, a.data, device=a.device, master=self.model)
-            (a.out / "eval.json").write_text(json.dumps(result, indent=1) + "\n")
-            say(json.dumps(result["summary"]))
         log = {
             "history": self.history,
             "step": self.step,
@@ -476,6 +472,10 @@ class Run:
             "args": {k: str(v) for k, v in vars(a).items()},
         }
         (a.out / "train.json").write_text(json.dumps(log) + "\n")
+        if not a.no_eval and a.data and (a.data / "heldout.bin").exists():
+            result = evaluate.evaluate_folder(a.out, a.data, device=a.device, master=self.model)
+            (a.out / "eval.json").write_text(json.dumps(result, indent=1) + "\n")
+            say(json.dumps(result["summary"]))
 
 
 def smoke(run: Run) -> None:
@@ -505,11 +505,6 @@ def smoke(run: Run) -> None:
             for _ in range(2):
                 run.one_step(1.0)
             torch.cuda.synchronize()
-        table = prof.key_averages().table(
-            sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=90
-        )
-        if a.out:
-            (a.out / "profile.txt").write_text(table)
         rows = sorted(prof.key_averages(), key=lambda r: -r.self_device_time_total)
         for r in rows[:32]:
             ms = r.self_device_time_total / 2e3

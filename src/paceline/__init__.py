@@ -1,9 +1,9 @@
 """Lossless speculative decoding for DeepSeek-V4 with its own multi-token-prediction head.
 
-    from paceline import LLM, SamplingParams
+from paceline import LLM, SamplingParams
 
-    with LLM() as llm:
-        print(llm.generate("def fibonacci(n):", SamplingParams(max_tokens=64))[0].text)
+with LLM() as llm:
+    print(llm.generate("def fibonacci(n):", SamplingParams(max_tokens=64))[0].text)
 """
 
 from __future__ import annotations

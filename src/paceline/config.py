@@ -479,7 +479,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} does not exist") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{path} holds a JSON {type(parsed).__name__}; an object is needed")
@@ -497,7 +497,10 @@ def unrecognised_fields(raw: Mapping[str, Any]) -> tuple[str, ...]:
         | _READ_ELSEWHERE
     )
     names = _hugging_face_names(raw)
-    return tuple(sorted(name for name in names if name not in known))
+    # A DSpark drafter's numbers describe tensors that are recognised and left unread.
+    return tuple(
+        sorted(name for name in names if name not in known and not name.startswith("dspark_"))
+    )
 
 
 def _hugging_face_names(raw: Mapping[str, Any]) -> dict[str, Any]:

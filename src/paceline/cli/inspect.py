@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from paceline.config import ModelConfig
-from paceline.models.deepseek_v4.census import Census, take_census
+
+if TYPE_CHECKING:
+    from paceline.models.deepseek_v4.census import Census
 
 __all__ = ["inspect"]
 
@@ -56,6 +58,9 @@ def inspect(
     ] = 256,
 ) -> None:
     """Describe a checkpoint from its headers, without loading it."""
+    # Imported here, for torch's sake: the other verbs and --help need not wait for it.
+    from paceline.models.deepseek_v4.census import take_census
+
     census = take_census(path, max_width=max_width)
     if as_json:
         typer.echo(json.dumps(census.to_dict(), indent=2, ensure_ascii=False))
@@ -89,7 +94,8 @@ def render(census: Census, console: Console) -> None:
 def _table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", header_style="")
     for column in columns:
-        table.add_column(column, justify="right" if column in numbers else "left")
+        justify: JustifyMethod = "right" if column in numbers else "left"
+        table.add_column(column, justify=justify, overflow="fold")
     return table
 
 
@@ -99,15 +105,14 @@ def _config_table(config: ModelConfig) -> Table:
     for left, right in zip(
         _CONFIG_FIELDS[:half], [*_CONFIG_FIELDS[half:], *[""] * half], strict=False
     ):
-        other = f"{getattr(config, right):g}" if right else ""
-        table.add_row(left, f"{getattr(config, left):g}", right, other)
+        other = _number(getattr(config, right)) if right else ""
+        table.add_row(left, _number(getattr(config, left)), right, other)
     return table
 
 
 def _layer_table(census: Census) -> Table:
-    """Join neighbouring layers of the same make into one line."""
     table = _table(
-        "layers", "layers", "attention", "ratio", "routing", "tensors", "size",
+        "layers", "layer", "attention", "ratio", "routing", "tensors", "size",
         numbers=("ratio", "tensors", "size"),
     )  # fmt: skip
     for row in census.layers:
@@ -155,6 +160,10 @@ def _cache_table(census: Census) -> Table:
             _size(row.full_context),
         )
     return table
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if float(value).is_integer() else str(value)
 
 
 def _size(num_bytes: int) -> str:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from paceline.models.deepseek_v4.synth import preset_config, write_synthetic
+if TYPE_CHECKING:
+    from paceline.models.deepseek_v4.tensors import DrafterKind
 
 __all__ = ["synth"]
 
 
-class PresetName(str, Enum):
+class PresetName(StrEnum):
     """Shapes on offer."""
 
     tiny = "tiny"
@@ -24,7 +25,7 @@ class PresetName(str, Enum):
     pro = "pro"
 
 
-class DtypeName(str, Enum):
+class DtypeName(StrEnum):
     """Storage on offer."""
 
     bf16 = "bf16"
@@ -33,12 +34,19 @@ class DtypeName(str, Enum):
     release = "release"
 
 
-class DrafterName(str, Enum):
+class DrafterName(StrEnum):
     """Drafters on offer."""
 
     mtp = "mtp"
     dspark = "dspark"
     none = "none"
+
+
+_DRAFTERS: dict[DrafterName, DrafterKind | None] = {
+    DrafterName.mtp: "mtp",
+    DrafterName.dspark: "dspark",
+    DrafterName.none: None,
+}
 
 
 def synth(
@@ -63,6 +71,9 @@ def synth(
     ] = None,
 ) -> None:
     """Write a random checkpoint in the release's format, streamed to disk."""
+    # Imported here, for torch's sake: the other verbs and --help need not wait for it.
+    from paceline.models.deepseek_v4.synth import preset_config, write_synthetic
+
     config = preset_config(preset.value, layers=layers)
     small = preset in (PresetName.tiny, PresetName.small)
     columns = (TextColumn("writing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
@@ -73,7 +84,7 @@ def synth(
             config,
             dtype=dtype.value,
             seed=seed,
-            drafter=None if drafter is DrafterName.none else drafter.value,
+            drafter=_DRAFTERS[drafter],
             tokenizer=tokenizer if tokenizer is not None else ("bytes" if small else None),
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )

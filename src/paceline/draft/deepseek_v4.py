@@ -113,8 +113,8 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
 
     Rows are exact: a verdict keeps only rows made from the target's streams, and the pairs of
     accepted drafts, handed over by `catchup_batch`, are written from the target's streams before
-    anything reads them. They are written by the next propose, in the forward that it runs anyway,
-    or by a pass of their own (`fold_catchup`).
+    anything reads them: by the next propose, in a pass of their own that computes keys only, or
+    (`fold_catchup`) as further rows of the forward that it runs anyway.
 
     Source: DeepSeek-V4 report, MTP section; reference model, MTPBlock. The loop around the block
     is derived from the pairing.
@@ -127,7 +127,7 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         ring: the block's rows; the head becomes their owner and hands out their slots.
         mtp_vocab_size: drafts are taken from the first so many ids; 0: from all.
         max_seq_len: most tokens of a sequence; nothing is drafted beyond.
-        fold_catchup: write pending pairs in the next propose's first forward rather than before it.
+        fold_catchup: write pending pairs in a propose's first forward rather than before it.
         confidence: measure each draft's log-probability.
 
     Attributes:
@@ -145,7 +145,7 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         ring: DrafterRing,
         mtp_vocab_size: int,
         max_seq_len: int,
-        fold_catchup: bool = True,
+        fold_catchup: bool = False,
         confidence: bool = False,
     ) -> None:
         self.module = module
@@ -191,7 +191,7 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         num_slots: int = 16,
         max_width: int = MAX_NUM_DRAFTS + 1,
         ring: DrafterRing | None = None,
-        fold_catchup: bool = True,
+        fold_catchup: bool | None = None,
         confidence: bool = False,
     ) -> DeepseekV4MtpHead:
         """Build a head and the memory it needs.
@@ -207,7 +207,8 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
             max_width: most rows of one sequence in one call, the drafts of a step plus one.
             ring: memory to use instead of allocating some; then `num_slots` and `max_width` are
                 the ring's.
-            fold_catchup: see the class.
+            fold_catchup: see the class; None: where rows are cheap and calls are not, so on
+                everything but a CPU.
             confidence: see the class.
 
         Raises:
@@ -230,6 +231,9 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
                 device=embed_tokens.table.device,
                 dtype=embed_tokens.dtype,
             )
+        if fold_catchup is None:
+            # On a CPU a row of a forward costs about seven times a written row, and a call little.
+            fold_catchup = ring.rows.device.type != "cpu"
         return cls(
             module,
             embed_tokens,
@@ -404,18 +408,20 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
 
     def _continue_at(self, state: DeepseekV4MtpState, key: int) -> None:
         """Make `key` the append point: forget rows from it on, and all where a gap would stay."""
-        first = max(state.first_key, state.high_key - self._ring_rows + 1)
         newest = min(state.last_key, state.exact_through)
-        if not first < key <= newest + 1:
+        if not state.first_key < key <= newest + 1:
             state.start_at(key)
             return
         if state.pending and newest >= key:
             del state.pending[max(0, len(state.pending) - (newest - key + 1)) :]
-        state.first_key = first
         state.last_key = state.exact_through = key - 1
 
     def _mark_written(self, state: DeepseekV4MtpState, key: int) -> int:
-        """Note that rows up to `key` are in the ring; return the lowest key still held."""
+        """Note that rows up to `key` are in the ring, and forget the ones they displace.
+
+        Returns:
+            The lowest key still held.
+        """
         if key > state.high_key:
             state.high_key = key
             first = key - self._ring_rows + 1

@@ -67,6 +67,17 @@ class _Request:
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
 
+@dataclass(slots=True, eq=False)
+class _Fed:
+    """A row whose sequence goes on, and where its streams stand in the step's output."""
+
+    row: BatchRow
+    draft: list[int]
+    accepted: int
+    start: int
+    end: int
+
+
 class Engine:
     """Decodes requests greedily, several at once, with or without drafts.
 
@@ -134,7 +145,7 @@ class Engine:
         self._requests: dict[int, _Request] = {}
         self._states: dict[int, Any] = {}
         self._deferred: dict[int, list[tuple[torch.Tensor, int]]] = {}
-        self._hiddens: torch.Tensor | None = None
+        self._hiddens: list[torch.Tensor] = []
         self._next_id = 0
         self.num_proposer_failures = 0
         if proposer is not None:
@@ -246,7 +257,11 @@ class Engine:
             return []
         drafts = self._draft(batch)
         rows = self._rows(batch, drafts)
-        output = self._runner.run(rows)
+        try:
+            output = self._runner.run(rows)
+        except BaseException:
+            self._drop(batch, drafts)
+            raise
         verdicts = self._verify(batch, drafts, output.logits)
         return self._commit(batch, drafts, verdicts, rows, output)
 
@@ -277,7 +292,7 @@ class Engine:
     def _open(self, sequence: Sequence) -> None:
         """Give an admitted sequence its drafter state, if it will ever draft."""
         assert self._proposer is not None
-        if not _may_draft(sequence, emitted=1):
+        if sequence.id in self._states or not _may_draft(sequence, emitted=1):
             return
         state = self._contained(self._proposer.alloc_state_for, sequence.budget_tokens)
         if state is not _FAILED:
@@ -286,7 +301,6 @@ class Engine:
     def _propose(self, rows: list[BatchRow]) -> list[list[int]]:
         proposer = self._proposer
         assert proposer is not None
-        assert self._hiddens is not None
         states = [self._states[row.sequence.id] for row in rows]
         for row in rows:
             self._feed_deferred(row.sequence)
@@ -303,12 +317,13 @@ class Engine:
         answers: Any = None
         if len(rows) > 1:
             answers = self._contained(proposer.propose_batch, requests, states)
-            if answers is not _FAILED and answers is not None and len(answers) != len(rows):
+            if isinstance(answers, list) and len(answers) != len(rows):
                 self._note_failure(f"{len(answers)} drafts for {len(rows)} requests")
-                answers = _FAILED
-            if answers is _FAILED:
                 return [[] for _ in rows]
-        if answers is None:
+            if answers is _FAILED:
+                # Some states may be half way; asking each again would not make them whole.
+                return [[] for _ in rows]
+        if not isinstance(answers, list):
             answers = [
                 self._contained(proposer.propose, request, state)
                 for request, state in zip(requests, states, strict=True)
@@ -322,8 +337,8 @@ class Engine:
         """The leading tokens of a draft that can be verified."""
         if draft is _FAILED:
             return []
-        if not isinstance(draft, Draft):
-            self._note_failure(f"a {type(draft).__name__} where a Draft is due")
+        if not isinstance(draft, Draft) or not isinstance(draft.tokens, list):
+            self._note_failure(f"{draft!r:.80} where a Draft with a list of ids is due")
             return []
         vocab, tokens = self.config.vocab_size, draft.tokens
         good = 0
@@ -344,18 +359,27 @@ class Engine:
     def _feed_passed(self, row: BatchRow) -> None:
         """A row that may not draft in this step but will again: its drafter must know the pair."""
         assert self._proposer is not None
-        assert self._hiddens is not None
         sequence = row.sequence
         state = self._states[sequence.id]
         self._feed_deferred(sequence)
+        held = self._contained(self._proposer.drafter_rows, state)
+        if held is _FAILED:
+            return
         self._contained(
             self._proposer.catchup_drafter,
             sequence.tokens[-1:],
             self._hiddens[sequence.handle.slot][None],
-            self._proposer.drafter_rows(state),
+            held,
             len(sequence.tokens) - 1,
             state,
         )
+
+    def _drop(self, batch: Batch, drafts: list[list[int]]) -> None:
+        """Take back drafts that no verdict will follow."""
+        for row, draft in zip(batch.rows, drafts, strict=True):
+            if draft and self._proposer is not None:
+                state = self._states[row.sequence.id]
+                self._contained(self._proposer.after_verify, 0, state)
 
     # Run
 
@@ -420,12 +444,11 @@ class Engine:
     ) -> list[Emission]:
         """Keep what was verified, end what is done, then feed the drafters of what goes on."""
         emissions: list[Emission] = []
-        going: list[tuple[BatchRow, list[int], int, torch.Tensor]] = []
-        start = 0
+        going: list[_Fed] = []
+        end = 0
         for row, draft, verdict, given in zip(batch.rows, drafts, verdicts, rows, strict=True):
             sequence = row.sequence
-            hiddens = output.hiddens[start : start + given.num_hiddens]
-            start += given.num_hiddens
+            end += given.num_hiddens
             accepted = 0
             if verdict is not None:
                 accepted = verdict.num_accepted
@@ -444,9 +467,9 @@ class Engine:
             else:
                 sequence.handle.commit(row.width)
             if given.num_hiddens:
-                going.append((row, draft, accepted, hiddens))
+                going.append(_Fed(row, draft, accepted, end - given.num_hiddens, end))
         if going:
-            self._feed(going)
+            self._feed(going, output.hiddens)
         return emissions
 
     def _emit(
@@ -456,6 +479,8 @@ class Engine:
         stats = self._requests[sequence.id].stats
         if sequence.num_emitted:
             stats.record(num_drafted=num_drafted, num_accepted=len(accepted))
+            if verdict.error:
+                stats.num_emitted -= 1  # the target's own token, which did not come
         else:
             stats.num_steps += 1
         room = sequence.max_emitted - sequence.num_emitted
@@ -480,35 +505,38 @@ class Engine:
             error=verdict.error if reason is FinishReason.ERROR else None,
         )
 
-    def _feed(self, going: list[tuple[BatchRow, list[int], int, torch.Tensor]]) -> None:
+    def _feed(self, going: list[_Fed], hiddens: torch.Tensor) -> None:
         """Hand the drafters the target's own streams of what was committed.
 
         What the next proposal starts from is copied first: the step's output is dead at the next
         forward, and a drafter may use the same memory.
         """
-        for row, draft, accepted, hiddens in going:
-            if row.sequence.num_emitted:
-                self._keep_hidden(row.sequence, hiddens[accepted - len(draft) - 1])
-        sequences: list[Sequence] = []
-        tokens: list[list[int]] = []
-        streams: list[torch.Tensor] = []
-        first_positions: list[int] = []
-        for row, draft, accepted, hiddens in going:
-            sequence = row.sequence
-            if row.first >= sequence.prompt_len:
-                if accepted:
-                    sequences.append(sequence)
-                    tokens.append(draft[:accepted])
-                    streams.append(hiddens[:accepted])
-                    first_positions.append(row.first + 1)
-                continue
-            self._feed_prompt(row, hiddens)
-        self._catch_up(sequences, tokens, streams, first_positions)
+        for fed in going:
+            if fed.row.sequence.num_emitted:
+                last = fed.end - 1 - len(fed.draft) + fed.accepted
+                self._keep_hidden(fed.row.sequence, hiddens[last])
+        caught: list[_Fed] = []
+        for fed in going:
+            if fed.row.first < fed.row.sequence.prompt_len:
+                self._feed_prompt(fed.row, hiddens[fed.start : fed.end])
+            elif fed.accepted:
+                caught.append(fed)
+        for start in range(0, len(caught), self._group):
+            group = caught[start : start + self._group]
+            assert self._proposer is not None
+            self._contained(
+                self._proposer.catchup_batch,
+                [fed.draft[: fed.accepted] for fed in group],
+                [hiddens[fed.start : fed.start + fed.accepted] for fed in group],
+                [fed.row.first + 1 for fed in group],
+                [self._states[fed.row.sequence.id] for fed in group],
+            )
 
     def _keep_hidden(self, sequence: Sequence, hidden: torch.Tensor) -> None:
-        if self._hiddens is None:
+        if not self._hiddens:
             shape = (self._scheduler.max_num_seqs, *hidden.shape)
-            self._hiddens = torch.zeros(shape, dtype=hidden.dtype, device=hidden.device)
+            kept = torch.zeros(shape, dtype=hidden.dtype, device=hidden.device)
+            self._hiddens = list(kept)
         self._hiddens[sequence.handle.slot].copy_(hidden)
 
     def _feed_prompt(self, row: BatchRow, hiddens: torch.Tensor) -> None:
@@ -534,25 +562,6 @@ class Engine:
             self._states[sequence.id],
             first_position=first,
         )
-
-    def _catch_up(
-        self,
-        sequences: list[Sequence],
-        tokens: list[list[int]],
-        streams: list[torch.Tensor],
-        first_positions: list[int],
-    ) -> None:
-        assert self._proposer is not None
-        states = [self._states[sequence.id] for sequence in sequences]
-        for start in range(0, len(states), self._group):
-            group = slice(start, start + self._group)
-            self._contained(
-                self._proposer.catchup_batch,
-                tokens[group],
-                streams[group],
-                first_positions[group],
-                states[group],
-            )
 
     # The end of a request, and what a proposer may not break
 

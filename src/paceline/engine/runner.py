@@ -6,7 +6,8 @@ Nothing here knows why these rows were chosen, nor which of them are drafts.
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -23,19 +24,7 @@ __all__ = ["RowInputs", "Runner", "StepBuffers"]
 _ROWS4 = BLOCK_TOKENS // 4
 """Rows of a ratio-4 pool in one block."""
 
-_FIELDS = (
-    "ids",
-    "positions",
-    "slots",
-    "close4_slots",
-    "close4_windows",
-    "close4_dest",
-    "close128_slots",
-    "close128_windows",
-    "close128_dest",
-    "logits_rows",
-    "hidden_rows",
-)
+_NUM_FIELDS = 11
 
 _MAX_CACHED_SHAPES = 4096
 
@@ -57,12 +46,45 @@ class RowInputs:
     num_hiddens: int
 
 
-class StepBuffers:
-    """Fixed memory for the inputs of a step, written from the host.
+@dataclass(slots=True)
+class StepLists:
+    """The fields of `StepInputs` as lists, in their order; grown sequence by sequence."""
 
-    One int64 row of `max_rows` per field of `StepInputs`. On the CPU the model reads what the host
-    writes; on another device the rows are copied over in one transfer. Views of equal size are
-    made once: a step of a shape seen before allocates nothing.
+    ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    close4_slots: list[int] = field(default_factory=list)
+    close4_windows: list[int] = field(default_factory=list)
+    close4_dest: list[int] = field(default_factory=list)
+    close128_slots: list[int] = field(default_factory=list)
+    close128_windows: list[int] = field(default_factory=list)
+    close128_dest: list[int] = field(default_factory=list)
+    logits_rows: list[int] = field(default_factory=list)
+    hidden_rows: list[int] = field(default_factory=list)
+
+    def joined(self) -> list[int]:
+        """All of them, one after another."""
+        return [
+            *self.ids,
+            *self.positions,
+            *self.slots,
+            *self.close4_slots,
+            *self.close4_windows,
+            *self.close4_dest,
+            *self.close128_slots,
+            *self.close128_windows,
+            *self.close128_dest,
+            *self.logits_rows,
+            *self.hidden_rows,
+        ]
+
+
+class StepBuffers:
+    """Fixed memory for the inputs of a step, written from the host in one go.
+
+    The fields of `StepInputs` stand one after another, each as long as this step needs it. On the
+    CPU the model reads what the host writes; on another device it is copied over in one transfer.
+    The views of a shape are made once: a step of a shape seen before allocates no tensor.
 
     Args:
         max_rows: most rows of a step; also enough for either list of closing windows.
@@ -70,46 +92,62 @@ class StepBuffers:
     """
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
+        size = _NUM_FIELDS * max_rows
         on_host = device.type == "cpu"
-        self._host = torch.zeros(
-            (len(_FIELDS), max_rows), dtype=torch.int64, pin_memory=device.type == "cuda"
-        )
+        self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._device = self._host if on_host else self._host.to(device)
         self._on_host = on_host
-        rows: npt.NDArray[np.int64] = self._host.numpy()
-        (
-            self.ids,
-            self.positions,
-            self.slots,
-            self.close4_slots,
-            self.close4_windows,
-            self.close4_dest,
-            self.close128_slots,
-            self.close128_windows,
-            self.close128_dest,
-            self.logits_rows,
-            self.hidden_rows,
-        ) = rows
-        self._shapes: dict[tuple[int, int, int, int, int, int], StepInputs] = {}
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._values: npt.NDArray[np.int64] = self._host.numpy()
+        self._shapes: dict[tuple[int, ...], StepInputs] = {}
 
-    def inputs(
-        self, rows: int, close4: int, close128: int, logits: int, hiddens: int, context_cap: int
-    ) -> StepInputs:
-        """What was written, as the model takes it; valid until the next step is written."""
+    def write(self, fields: StepLists, context_cap: int) -> StepInputs:
+        """Take the fields over; valid until the next step is written."""
+        values = fields.joined()
+        size = len(values)
+        if self._copied is not None:
+            # The transfer of the step before may still read; a prompt's step waits for nothing.
+            self._copied.synchronize()
+        self._values[:size] = values
         if not self._on_host:
-            self._device.copy_(self._host, non_blocking=True)
-        shape = (rows, close4, close128, logits, hiddens, context_cap)
+            self._device[:size].copy_(self._host[:size], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+        shape = (
+            len(fields.ids),
+            len(fields.close4_slots),
+            len(fields.close128_slots),
+            len(fields.logits_rows),
+            len(fields.hidden_rows),
+            context_cap,
+        )
         known = self._shapes.get(shape)
         if known is None:
             if len(self._shapes) >= _MAX_CACHED_SHAPES:
                 self._shapes.clear()
-            sizes = (rows,) * 3 + (close4,) * 3 + (close128,) * 3 + (logits, hiddens)
-            views = {
-                name: self._device[i, :size]
-                for i, (name, size) in enumerate(zip(_FIELDS, sizes, strict=True))
-            }
-            known = self._shapes[shape] = StepInputs(**views, context_cap=context_cap)
+            known = self._shapes[shape] = self._views(*shape)
         return known
+
+    def _views(
+        self, rows: int, close4: int, close128: int, logits: int, hiddens: int, context_cap: int
+    ) -> StepInputs:
+        sizes = [rows] * 3 + [close4] * 3 + [close128] * 3 + [logits, hiddens]
+        ends = accumulate(sizes)
+        parts = (self._device[end - size : end] for size, end in zip(sizes, ends, strict=True))
+        return StepInputs(
+            ids=next(parts),
+            positions=next(parts),
+            slots=next(parts),
+            close4_slots=next(parts),
+            close4_windows=next(parts),
+            close4_dest=next(parts),
+            close128_slots=next(parts),
+            close128_windows=next(parts),
+            close128_dest=next(parts),
+            logits_rows=next(parts),
+            hidden_rows=next(parts),
+            context_cap=context_cap,
+        )
 
 
 class Runner:
@@ -154,9 +192,6 @@ class Runner:
         )
         self._max_rows = max_rows
         self._buffers = StepBuffers(max_rows, device)
-        self._counting: npt.NDArray[np.int64] = np.arange(
-            max(max_seq_len, max_rows) + 1, dtype=np.int64
-        )
         self._on_host = device.type == "cpu"
         tables = self.pools.block_tables
         self._tables: npt.NDArray[np.int64] = (
@@ -203,71 +238,62 @@ class Runner:
             pools.rows128[:, block].zero_()
 
     def _write(self, rows: Rows[RowInputs]) -> StepInputs:
-        buffers, counting, inert = self._buffers, self._counting, self.pools.inert_slot
-        row = close4 = close128 = logits = hiddens = longest = 0
+        lists, inert, longest = StepLists(), self.pools.inert_slot, 0
         for given in rows:
             cache, width = given.cache, len(given.ids)
             first, slot = cache.length, cache.slot
-            last, next_row = first + width, row + width
-            assert next_row <= self._max_rows, f"{next_row} rows; room for {self._max_rows}"
+            last = first + width
             if not cache.reserve(width):
                 raise RuntimeError(f"no block is free for position {last - 1} of slot {slot}")
-            table = self._block_table(cache)
-            buffers.ids[row:next_row] = given.ids
-            buffers.positions[row:next_row] = counting[first:last]
-            buffers.slots[row:next_row] = slot
+            blocks = cache.blocks
+            self._note_blocks(cache)
+            lists.ids += given.ids
+            lists.positions += range(first, last)
+            lists.slots += [slot] * width
 
-            end = close4 + (width + 3) // 4
-            done = last // 4 - first // 4
-            if done < end - close4:
-                buffers.close4_slots[close4:end] = inert
-                buffers.close4_windows[close4:end] = 0
-                buffers.close4_dest[close4:end] = 0
-            if done:
-                windows = counting[first // 4 : last // 4]
-                buffers.close4_slots[close4 : close4 + done] = slot
-                buffers.close4_windows[close4 : close4 + done] = windows
-                buffers.close4_dest[close4 : close4 + done] = (
-                    table[windows // _ROWS4] * _ROWS4 + windows % _ROWS4
-                )
-            close4 = end
+            windows = range(first // 4, last // 4)
+            unused = (width + 3) // 4 - len(windows)
+            if windows:
+                lists.close4_slots += [slot] * len(windows)
+                lists.close4_windows += windows
+                lists.close4_dest += [
+                    blocks[window // _ROWS4] * _ROWS4 + window % _ROWS4 for window in windows
+                ]
+            if unused:
+                lists.close4_slots += [inert] * unused
+                lists.close4_windows += [0] * unused
+                lists.close4_dest += [0] * unused
 
-            end = close128 + (width + 127) // 128
-            done = last // 128 - first // 128
-            if done < end - close128:
-                buffers.close128_slots[close128:end] = inert
-                buffers.close128_windows[close128:end] = 0
-                buffers.close128_dest[close128:end] = 0
-            if done:
-                windows = counting[first // 128 : last // 128]
-                buffers.close128_slots[close128 : close128 + done] = slot
-                buffers.close128_windows[close128 : close128 + done] = windows
-                buffers.close128_dest[close128 : close128 + done] = table[windows]
-            close128 = end
+            windows = range(first // 128, last // 128)
+            unused = (width + 127) // 128 - len(windows)
+            if windows:
+                lists.close128_slots += [slot] * len(windows)
+                lists.close128_windows += windows
+                lists.close128_dest += [blocks[window] for window in windows]
+            if unused:
+                lists.close128_slots += [inert] * unused
+                lists.close128_windows += [0] * unused
+                lists.close128_dest += [0] * unused
 
-            if given.num_logits:
-                end = logits + given.num_logits
-                buffers.logits_rows[logits:end] = counting[next_row - given.num_logits : next_row]
-                logits = end
-            if given.num_hiddens:
-                end = hiddens + given.num_hiddens
-                buffers.hidden_rows[hiddens:end] = counting[next_row - given.num_hiddens : next_row]
-                hiddens = end
-            row = next_row
+            end = len(lists.ids)
+            lists.logits_rows += range(end - given.num_logits, end)
+            lists.hidden_rows += range(end - given.num_hiddens, end)
             longest = max(longest, last)
-        cap = -(-longest // BLOCK_TOKENS) * BLOCK_TOKENS
-        return buffers.inputs(row, close4, close128, logits, hiddens, cap)
+        assert len(lists.ids) <= self._max_rows, f"{len(lists.ids)} rows; room is {self._max_rows}"
+        return self._buffers.write(lists, -(-longest // BLOCK_TOKENS) * BLOCK_TOKENS)
 
-    def _block_table(self, cache: SequenceCache) -> npt.NDArray[np.int64]:
-        table: npt.NDArray[np.int64] = self._tables[cache.slot]
+    def _note_blocks(self, cache: SequenceCache) -> None:
+        """Write the blocks taken since the last step into the sequence's table."""
+        slot, held = cache.slot, len(cache.blocks)
         if cache.length == 0:
-            self._written[cache.slot] = 0
-        written, held = self._written[cache.slot], len(cache.blocks)
-        if written < held:
-            table[written:held] = cache.blocks[written:]
-            if written == 0:
-                table[held:] = 0
-            if not self._on_host:
-                self.pools.block_tables[cache.slot].copy_(torch.from_numpy(table))
-            self._written[cache.slot] = held
-        return table
+            self._written[slot] = 0
+        written = self._written[slot]
+        if written == held:
+            return
+        table = self._tables[slot]
+        table[written:held] = cache.blocks[written:]
+        if written == 0:
+            table[held:] = 0
+        if not self._on_host:
+            self.pools.block_tables[slot].copy_(torch.from_numpy(table))
+        self._written[slot] = held

@@ -12,13 +12,10 @@ from typing import Any, Literal
 
 from paceline.cache.pools import cache_bytes_per_sequence, cache_bytes_per_token
 from paceline.config import ModelConfig, read_json_object, unrecognised_fields
-from paceline.models.deepseek_v4.checkpoint import (
-    Checkpoint,
-    DrafterKind,
-    StoredTensor,
-    plan_load,
-)
-from paceline.types import CheckpointError, ConfigError
+from paceline.models.deepseek_v4.checkpoint import Checkpoint, plan_load
+from paceline.models.deepseek_v4.shards import StoredTensor
+from paceline.models.deepseek_v4.tensors import DrafterKind
+from paceline.types import MAX_NUM_DRAFTS, CheckpointError, ConfigError
 
 __all__ = [
     "CacheBytes",
@@ -48,21 +45,18 @@ Part = Literal[
 ]
 """What a tensor is for; everything under ``mtp.`` is the drafter's."""
 
-_PART_PATTERNS: tuple[tuple[re.Pattern[str], Part], ...] = tuple(
-    (re.compile(pattern), part)
-    for pattern, part in (
-        (r"mtp\.", "drafter"),
-        (r"embed\.", "embedding"),
-        (r"head\.", "head"),
-        (r"(.+\.)?hc_", "hyper-connections"),
-        (r"layers\.\d+\.attn\.compressor\.", "compressor"),
-        (r"layers\.\d+\.attn\.indexer\.", "indexer"),
-        (r"(.+[._])?norm\.", "norms"),
-        (r"layers\.\d+\.attn\.", "attention"),
-        (r"layers\.\d+\.ffn\.gate\.", "router"),
-        (r"layers\.\d+\.ffn\.experts\.", "experts"),
-        (r"layers\.\d+\.ffn\.shared_experts\.", "shared expert"),
-    )
+_PART_PATTERNS: tuple[tuple[str, Part], ...] = (
+    (r"mtp\.", "drafter"),
+    (r"embed\.", "embedding"),
+    (r"head\.", "head"),
+    (r"(.+\.)?hc_", "hyper-connections"),
+    (r"layers\.\d+\.attn\.compressor\.", "compressor"),
+    (r"layers\.\d+\.attn\.indexer\.", "indexer"),
+    (r"(.+[._])?norm\.", "norms"),
+    (r"layers\.\d+\.attn\.", "attention"),
+    (r"layers\.\d+\.ffn\.gate\.", "router"),
+    (r"layers\.\d+\.ffn\.experts\.", "experts"),
+    (r"layers\.\d+\.ffn\.shared_experts\.", "shared expert"),
 )
 
 
@@ -273,7 +267,7 @@ def take_census(path: str | os.PathLike[str], *, max_width: int = 256) -> Census
 def part_of(name: str) -> Part:
     """Return what the tensor of DeepSeek name `name` is for."""
     for pattern, part in _PART_PATTERNS:
-        if pattern.match(name):
+        if re.match(pattern, name):
             return part
     return "other"
 
@@ -295,7 +289,7 @@ def cache_bytes(
     * per sequence: ``A (W - 1 + w) d e`` of window rows, and what the compressors still need of
       single tokens, value and score in fp32:
       ``A4 (7 + w) (2 d + 2 i) 8 + A128 (127 + w) d 8``.
-    * the drafter: ``(W - 1 + w) d e``.
+    * the drafter: ``(W - 1 + k + 1) d e``, k being the most drafts that may be asked for.
 
     Args:
         config: the shapes.
@@ -306,7 +300,7 @@ def cache_bytes(
     element = 4 if dtype == "fp32" else 2
     per_token = cache_bytes_per_token(config, element)
     per_sequence = cache_bytes_per_sequence(config, element, max_width)
-    ring = (config.sliding_window - 1 + max_width) * config.head_dim * element
+    ring = (config.sliding_window + MAX_NUM_DRAFTS) * config.head_dim * element
     drafting = ring if drafter == "mtp" else 0
     block = 128
     blocks = -(-config.max_position_embeddings // block)

@@ -18,26 +18,38 @@ the meaning of the quantised tensors; the safetensors format description.
 
 from __future__ import annotations
 
-import json
 import math
-import mmap
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.config import ModelConfig, read_json_object
-from paceline.models.deepseek_v4.quant import (
-    FP4_BLOCK,
-    dequantize_fp4,
-    dequantize_fp8,
-    fp8_scale_shape,
+from paceline.models.deepseek_v4.quant import dequantize_fp4, dequantize_fp8
+from paceline.models.deepseek_v4.shards import (
+    DTYPE_BITS,
+    INDEX_NAME,
+    SINGLE_NAME,
+    TORCH_DTYPES,
+    MappedFiles,
+    StoredTensor,
+    index_problems,
+    listed,
+    read_header,
+    read_index,
+)
+from paceline.models.deepseek_v4.tensors import (
+    DrafterKind,
+    StorageKind,
+    TensorSpec,
+    canonical_name,
+    tensor_specs,
 )
 from paceline.types import CheckpointError, ConfigError
 
@@ -55,42 +67,6 @@ __all__ = [
     "tensor_specs",
 ]
 
-DrafterKind = Literal["mtp", "dspark"]
-"""The multi-token-prediction head, or the block-parallel DSpark drafter of later releases."""
-
-StorageKind = Literal["fp32", "bf16", "fp8", "fp4", "int64"]
-"""How a tensor lies in the file; fp8 and fp4 have a ue8m0 ``scale`` beside the ``weight``."""
-
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
-
-_DTYPE_BITS = {
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "F8_E8M0": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "I32": 32,
-    "U32": 32,
-    "F32": 32,
-    "I64": 64,
-    "U64": 64,
-    "F64": 64,
-}
-_TORCH_DTYPES = {
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "I64": torch.int64,
-}
 _STORAGE_OF_DTYPE: dict[str, StorageKind] = {
     "F32": "fp32",
     "BF16": "bf16",
@@ -106,17 +82,6 @@ _DTYPE_OF_STORAGE: dict[StorageKind, str] = {
     "fp4": "I8 (packed fp4, with F8_E8M0 scales)",
     "int64": "I64",
 }
-# What may stand in a file where the release stores the kind on the left.
-_ACCEPTED: dict[StorageKind, tuple[StorageKind, ...]] = {
-    "fp32": ("fp32", "bf16"),
-    "bf16": ("bf16", "fp32"),
-    "fp8": ("fp8", "bf16", "fp32"),
-    "fp4": ("fp4", "fp8", "bf16", "fp32"),
-    "int64": ("int64",),
-}
-
-_HEADER_LIMIT = 100_000_000
-_LISTED_NAMES = 20
 
 _EXPERT = re.compile(r"(?P<ffn>.+\.ffn)\.experts\.(?P<expert>\d+)\.(?P<matrix>w[123])\.weight")
 
@@ -129,66 +94,8 @@ _ALWAYS_IGNORED: tuple[tuple[re.Pattern[str], str], ...] = (
         "a drafter's copy of the trunk's embedding or output head, which are shared",
     ),
 )
-_DRAFTER_IGNORED = (re.compile(r"mtp\..+"), "the drafter, and no drafts are wanted")
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """Where one tensor lies.
-
-    Attributes:
-        name: as the file spells it.
-        file: the safetensors file.
-        dtype: safetensors' name of the stored type, for example ``"BF16"``.
-        shape: stored shape (fp4 weights are packed two inputs a byte).
-        start, end: byte range within the file.
-    """
-
-    name: str
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of data."""
-        return self.end - self.start
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """One tensor that a configuration needs.
-
-    Attributes:
-        shape: unpacked shape in elements; linear weights are ``[out, in]``.
-        kinds: the storage kinds accepted; the first is the one the release uses.
-        dims: `shape` in terms of the configuration's fields, for messages.
-    """
-
-    shape: tuple[int, ...]
-    kinds: tuple[StorageKind, ...]
-    dims: tuple[str, ...]
-
-    @property
-    def release_kind(self) -> StorageKind:
-        """The storage kind of the released checkpoints."""
-        return self.kinds[0]
-
-    def stored_shape(self, kind: StorageKind) -> tuple[int, ...]:
-        """Return the shape in the file when stored as `kind`."""
-        if kind == "fp4":
-            return (*self.shape[:-1], self.shape[-1] // 2)
-        return self.shape
-
-    def scale_shape(self, kind: StorageKind) -> tuple[int, ...] | None:
-        """Return the shape of the scales when stored as `kind`; None where there are none."""
-        if kind == "fp8":
-            return fp8_scale_shape(self.shape)
-        if kind == "fp4":
-            return self.shape[0], -(-self.shape[1] // FP4_BLOCK)
-        return None
+_DROPPED_DRAFTER = "the drafter's, and no drafts are wanted"
+_FOREIGN_DRAFTER = "a DSpark drafter's, which this version does not run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +236,7 @@ class Checkpoint:
         index: dict[str, str] | None = None
         if (folder / INDEX_NAME).exists():
             try:
-                index = _read_index(folder / INDEX_NAME)
+                index = read_index(folder / INDEX_NAME)
             except CheckpointError as error:
                 problems.append(str(error))
         if index is not None:
@@ -357,7 +264,7 @@ class Checkpoint:
                 unreadable.add(file)
                 continue
             try:
-                entries = _read_header(file)
+                entries = read_header(file)
             except CheckpointError as error:
                 problems.append(str(error))
                 unreadable.add(file)
@@ -368,7 +275,7 @@ class Checkpoint:
                     problems.append(f"{entry.name} is both in {other} and in {file.name}")
                 stored[entry.name] = entry
         if index is not None:
-            problems += _index_problems(index, stored, {file.name for file in unreadable})
+            problems += index_problems(index, stored, {file.name for file in unreadable})
 
         tensors: dict[str, StoredTensor] = {}
         for name, entry in stored.items():
@@ -403,179 +310,9 @@ class Checkpoint:
         if name not in self.tensors:
             raise CheckpointError(f"{self.path} holds no tensor {name}")
         entry = self.tensors[name]
-        if entry.dtype not in _TORCH_DTYPES:
+        if entry.dtype not in TORCH_DTYPES:
             raise CheckpointError(f"{name} is stored as {entry.dtype}, which V4 does not use")
-        return _MappedFiles().view(entry).clone()
-
-
-def canonical_name(name: str) -> str:
-    """Return DeepSeek's name of a parameter, given that or transformers' name.
-
-    transformers' module names, and the half-converted ones that its ``save_pretrained`` writes
-    (``model.layers.0.attn.norm.weight`` for ``layers.0.attn.kv_norm.weight``), are both understood.
-    A name that is none of these comes back as it is.
-    """
-    bare = name.removeprefix("model.")
-    for pattern, replacement in _TOP_LEVEL_NAMES:
-        bare = pattern.sub(replacement, bare)
-    block = re.match(r"(layers|mtp)\.\d+\.", bare)
-    if block is None:
-        return bare
-    rest = bare[block.end() :]
-    for pattern, replacement in _BLOCK_NAMES:
-        rest = pattern.sub(replacement, rest)
-    return block.group() + rest
-
-
-_TOP_LEVEL_NAMES = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"^embed_tokens\.", "embed."),
-        (r"^lm_head\.", "head."),
-        (r"^hc_head\.hc_", "hc_head_"),
-    )
-)
-_BLOCK_NAMES = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"\.weight_scale_inv$", ".scale"),
-        (r"^self_attn\.", "attn."),
-        (r"^mlp\.", "ffn."),
-        (r"^input_layernorm\.", "attn_norm."),
-        (r"^post_attention_layernorm\.", "ffn_norm."),
-        (r"^(attn|ffn)_hc\.", r"hc_\1_"),
-        (r"^hc_head\.hc_", "hc_head_"),
-        (r"^attn\.compressor\.indexer\.scorer\.weights_proj\.", "attn.indexer.weights_proj."),
-        (r"^attn\.compressor\.indexer\.q_b_proj\.", "attn.indexer.wq_b."),
-        (r"^attn\.compressor\.indexer\.", "attn.indexer.compressor."),
-        (r"compressor\.kv_proj\.", "compressor.wkv."),
-        (r"compressor\.gate_proj\.", "compressor.wgate."),
-        (r"compressor\.position_bias$", "compressor.ape"),
-        (r"compressor\.kv_norm\.", "compressor.norm."),
-        (r"^attn\.sinks$", "attn.attn_sink"),
-        (r"^attn\.q_a_proj\.", "attn.wq_a."),
-        (r"^attn\.q_a_norm\.", "attn.q_norm."),
-        (r"^attn\.q_b_proj\.", "attn.wq_b."),
-        (r"^attn\.kv_proj\.", "attn.wkv."),
-        (r"^attn\.norm\.", "attn.kv_norm."),
-        (r"^attn\.o_a_proj\.", "attn.wo_a."),
-        (r"^attn\.o_b_proj\.", "attn.wo_b."),
-        (r"^ffn\.gate\.e_score_correction_bias$", "ffn.gate.bias"),
-        (r"^ffn\.shared_experts\.gate_proj\.", "ffn.shared_experts.w1."),
-        (r"^ffn\.shared_experts\.down_proj\.", "ffn.shared_experts.w2."),
-        (r"^ffn\.shared_experts\.up_proj\.", "ffn.shared_experts.w3."),
-    )
-)
-
-
-def tensor_specs(config: ModelConfig, drafter: DrafterKind | None) -> dict[str, TensorSpec]:
-    """Return every tensor that running `config` needs, by DeepSeek name, in reading order.
-
-    Args:
-        config: the shapes.
-        drafter: "mtp" adds ``mtp.0.*``. A DSpark drafter is not run, so it adds nothing.
-    """
-    table = _SpecTable(config)
-    table.add("embed.weight", "bf16", "vocab_size", "hidden_size")
-    for layer, ratio in enumerate(config.compress_ratios):
-        table.add_block(f"layers.{layer}", ratio=ratio, hashed=config.is_hash_routed(layer))
-    table.add_collapse("")
-    table.add("head.weight", "bf16", "vocab_size", "hidden_size")
-    if drafter == "mtp":
-        for projection in ("e_proj", "h_proj"):
-            name = f"mtp.0.{projection}.weight"
-            table.add(name, "fp8", "hidden_size", "hidden_size")
-        for norm in ("enorm", "hnorm"):
-            table.add(f"mtp.0.{norm}.weight", "bf16", "hidden_size")
-        table.add_block("mtp.0", ratio=0, hashed=False)
-        table.add_collapse("mtp.0.")
-    return table.specs
-
-
-class _SpecTable:
-    """Collects specs whose dimensions are written in terms of configuration fields."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        self.config = config
-        self.specs: dict[str, TensorSpec] = {}
-
-    def _size(self, text: str) -> int:
-        """Evaluate a product of fields, numbers and ``(hc_mult+2)``, perhaps with ``/field``."""
-        product, _, divisor = text.partition("/")
-        value = math.prod(
-            sum(int(term) if term.isdigit() else getattr(self.config, term) for term in terms)
-            for terms in (factor.strip("()").split("+") for factor in product.split("*"))
-        )
-        return value // int(getattr(self.config, divisor)) if divisor else value
-
-    def add(self, name: str, kind: StorageKind, *dims: str) -> None:
-        """Add one tensor that the release stores as `kind`."""
-        shape = tuple(self._size(text) for text in dims)
-        self.specs[name] = TensorSpec(shape, _ACCEPTED[kind], dims)
-
-    def add_block(self, prefix: str, *, ratio: int, hashed: bool) -> None:
-        """Add the tensors of one decoder block under ``prefix.``."""
-        self.add(f"{prefix}.attn_norm.weight", "bf16", "hidden_size")
-        self.add(f"{prefix}.ffn_norm.weight", "bf16", "hidden_size")
-        mixes = "hc_mult*(hc_mult+2)"
-        for name in (f"{prefix}.hc_attn", f"{prefix}.hc_ffn"):
-            self.add(f"{name}_fn", "fp32", mixes, "hc_mult*hidden_size")
-            self.add(f"{name}_base", "fp32", mixes)
-            self.add(f"{name}_scale", "fp32", "3")
-
-        attn = f"{prefix}.attn"
-        heads = "num_attention_heads*head_dim"
-        grouped = "o_groups*o_lora_rank"
-        self.add(f"{attn}.wq_a.weight", "fp8", "q_lora_rank", "hidden_size")
-        self.add(f"{attn}.q_norm.weight", "bf16", "q_lora_rank")
-        self.add(f"{attn}.wq_b.weight", "fp8", heads, "q_lora_rank")
-        self.add(f"{attn}.wkv.weight", "fp8", "head_dim", "hidden_size")
-        self.add(f"{attn}.kv_norm.weight", "bf16", "head_dim")
-        self.add(f"{attn}.wo_a.weight", "fp8", grouped, f"{heads}/o_groups")
-        self.add(f"{attn}.wo_b.weight", "fp8", "hidden_size", grouped)
-        self.add(f"{attn}.attn_sink", "fp32", "num_attention_heads")
-        if ratio:
-            # Rows of ratio-4 compressors overlap: their projections hold two halves.
-            self._add_compressor(f"{attn}.compressor", ratio, "head_dim")
-        if ratio == 4:
-            indexer = f"{attn}.indexer"
-            queries = "index_n_heads*index_head_dim"
-            self.add(f"{indexer}.wq_b.weight", "fp8", queries, "q_lora_rank")
-            name = f"{indexer}.weights_proj.weight"
-            self.add(name, "bf16", "index_n_heads", "hidden_size")
-            self._add_compressor(f"{indexer}.compressor", ratio, "index_head_dim")
-
-        ffn = f"{prefix}.ffn"
-        inner = "moe_intermediate_size"
-        self.add(f"{ffn}.gate.weight", "bf16", "n_routed_experts", "hidden_size")
-        if hashed:
-            name = f"{ffn}.gate.tid2eid"
-            self.add(name, "int64", "vocab_size", "num_experts_per_tok")
-        else:
-            self.add(f"{ffn}.gate.bias", "fp32", "n_routed_experts")
-        for expert in range(self.config.n_routed_experts):
-            name = f"{ffn}.experts.{expert}"
-            self.add(f"{name}.w1.weight", "fp4", inner, "hidden_size")
-            self.add(f"{name}.w2.weight", "fp4", "hidden_size", inner)
-            self.add(f"{name}.w3.weight", "fp4", inner, "hidden_size")
-        for matrix in ("w1", "w2", "w3"):
-            dims = ("hidden_size", inner) if matrix == "w2" else (inner, "hidden_size")
-            self.add(f"{ffn}.shared_experts.{matrix}.weight", "fp8", *dims)
-
-    def _add_compressor(self, name: str, ratio: int, width: str) -> None:
-        wide = f"2*{width}" if ratio == 4 else width
-        self.add(f"{name}.ape", "fp32", str(ratio), wide)
-        self.add(f"{name}.wkv.weight", "bf16", wide, "hidden_size")
-        self.add(f"{name}.wgate.weight", "bf16", wide, "hidden_size")
-        self.add(f"{name}.norm.weight", "bf16", width)
-
-    def add_collapse(self, prefix: str) -> None:
-        """Add the final norm and the weights that join the streams."""
-        self.add(f"{prefix}norm.weight", "bf16", "hidden_size")
-        name = f"{prefix}hc_head"
-        self.add(f"{name}_fn", "fp32", "hc_mult", "hc_mult*hidden_size")
-        self.add(f"{name}_base", "fp32", "hc_mult")
-        self.add(f"{name}_scale", "fp32", "1")
+        return MappedFiles().view(entry).clone()
 
 
 def plan_load(checkpoint: Checkpoint, config: ModelConfig, *, want_drafter: bool) -> LoadPlan:
@@ -649,7 +386,7 @@ def plan_load(checkpoint: Checkpoint, config: ModelConfig, *, want_drafter: bool
     for name, entry in checkpoint.tensors.items():
         if name in used:
             continue
-        reason = _ignore_reason(name, drop_drafter=not want_drafter or found == "dspark")
+        reason = _ignore_reason(name, found=found, want_drafter=want_drafter)
         if reason is None:
             unexpected.append(entry.name)
         else:
@@ -665,7 +402,7 @@ def plan_load(checkpoint: Checkpoint, config: ModelConfig, *, want_drafter: bool
         names = list(dict.fromkeys(names))
         if names:
             noun = "tensor is" if len(names) == 1 else "tensors are"
-            problems.append(f"{len(names)} {noun} {text}: {_listed(names)}")
+            problems.append(f"{len(names)} {noun} {text}: {listed(names)}")
     return LoadPlan(config, drafter, sources, ignored, tuple(problems))
 
 
@@ -706,7 +443,7 @@ def load_weights(
         raise CheckpointError(f"{checkpoint.path} cannot be loaded: {'; '.join(plan.problems)}")
 
     buffers = _allocate(plan, dtype)
-    files = _MappedFiles()
+    files = MappedFiles()
     # Ascending file order keeps reads sequential on a disk.
     order = sorted(
         plan.sources.items(), key=lambda item: (item[1].weight.file, item[1].weight.start)
@@ -825,26 +562,22 @@ def _config_problems(
     return problems
 
 
-def _ignore_reason(name: str, *, drop_drafter: bool) -> str | None:
+def _ignore_reason(name: str, *, found: DrafterKind | None, want_drafter: bool) -> str | None:
     for pattern, reason in _ALWAYS_IGNORED:
         if pattern.fullmatch(name):
             return reason
-    pattern, reason = _DRAFTER_IGNORED
-    return reason if drop_drafter and pattern.fullmatch(name) else None
-
-
-def _listed(names: Iterable[str]) -> str:
-    every = list(names)
-    shown = ", ".join(every[:_LISTED_NAMES])
-    rest = len(every) - _LISTED_NAMES
-    return f"{shown} and {rest} more" if rest > 0 else shown
+    if not name.startswith("mtp."):
+        return None
+    if found == "dspark":
+        return _FOREIGN_DRAFTER
+    return None if want_drafter else _DROPPED_DRAFTER
 
 
 def _bytes_to_read(source: _Source) -> int:
     scale = source.scale.num_bytes if source.scale is not None else 0
     if source.expert is None:
         return source.weight.num_bytes + scale
-    bits = _DTYPE_BITS[source.weight.dtype]
+    bits = DTYPE_BITS[source.weight.dtype]
     return math.prod(source.spec.shape) * bits // 8
 
 
@@ -878,7 +611,7 @@ def _allocate(plan: LoadPlan, dtype: torch.dtype | None) -> dict[str, Tensor]:
     return buffers
 
 
-def _decode(files: _MappedFiles, source: _Source, dtype: torch.dtype | None) -> Tensor:
+def _decode(files: MappedFiles, source: _Source, dtype: torch.dtype | None) -> Tensor:
     """Return one tensor's values; a view of the file where nothing had to be decoded."""
     stored = files.view(source.weight)
     if source.expert is not None:
@@ -931,145 +664,10 @@ def _check_filled(buffers: Mapping[str, Tensor], config: ModelConfig) -> None:
                     f"{name} ({outside} of {tensor.numel()} entries are not experts 0 to "
                     f"{config.n_routed_experts - 1})"
                 )
-        else:
-            finite = torch.isfinite(tensor)
-            if not bool(finite.all()):
-                count = tensor.numel() - int(finite.sum())
-                bad.append(f"{name} ({count} of {tensor.numel()} values are not finite)")
+        # Both ends are NaN if any value is; one pass and no copy, unlike isfinite over all.
+        elif not bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all()):
+            count = tensor.numel() - int(torch.isfinite(tensor).sum())
+            bad.append(f"{name} ({count} of {tensor.numel()} values are not finite)")
     if bad:
         noun = "parameter holds" if len(bad) == 1 else "parameters hold"
-        raise CheckpointError(f"{len(bad)} {noun} no usable values: {_listed(bad)}")
-
-
-class _MappedFiles:
-    """A memory map of the file in use; it lives as long as a view of it."""
-
-    def __init__(self) -> None:
-        self._maps: dict[Path, mmap.mmap] = {}
-
-    def view(self, entry: StoredTensor) -> Tensor:
-        """Return the stored tensor as a view of the file; private, so writes never reach it."""
-        if entry.num_bytes == 0:
-            return torch.empty(entry.shape, dtype=_TORCH_DTYPES[entry.dtype])
-        if entry.file not in self._maps:
-            try:
-                with entry.file.open("rb") as handle:
-                    mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
-            except OSError as error:
-                reason = error.strerror or error
-                raise CheckpointError(f"{entry.file} cannot be mapped: {reason}") from None
-            self._maps = {entry.file: mapped}
-        dtype = _TORCH_DTYPES[entry.dtype]
-        raw = torch.frombuffer(
-            self._maps[entry.file], dtype=torch.uint8, count=entry.num_bytes, offset=entry.start
-        )
-        if entry.start % dtype.itemsize:
-            raw = raw.clone()
-        return raw.view(dtype).view(entry.shape)
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    """Return the index's tensor name -> file name table.
-
-    Raises:
-        CheckpointError: the table is malformed or points outside the folder.
-    """
-    table = read_json_object(path).get("weight_map")
-    if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
-        raise CheckpointError(f"{path} has no weight_map of tensor names to file names")
-    for file in table.values():
-        if Path(file).name != file or not file.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{path} names the file {file!r}; a safetensors file of the same folder is needed"
-            )
-    return table
-
-
-def _index_problems(
-    index: Mapping[str, str], stored: Mapping[str, StoredTensor], unreadable: set[str]
-) -> list[str]:
-    problems = []
-    absent = [
-        f"{name} (in {file})"
-        for name, file in index.items()
-        if file not in unreadable and (name not in stored or stored[name].file.name != file)
-    ]
-    if absent:
-        problems.append(
-            f"{INDEX_NAME} places {len(absent)} tensors in files that lack them: {_listed(absent)}"
-        )
-    extra = [name for name in stored if name not in index]
-    if extra:
-        problems.append(
-            f"{len(extra)} tensors are in the files but not in {INDEX_NAME}: {_listed(extra)}"
-        )
-    return problems
-
-
-def _read_header(path: Path) -> list[StoredTensor]:
-    """Read and check the header of one safetensors file.
-
-    Raises:
-        CheckpointError: the file is truncated or malformed; the message names it.
-    """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as handle:
-            prefix = handle.read(8)
-            length = int.from_bytes(prefix, "little")
-            if prefix.startswith(b"version "):
-                raise CheckpointError(f"{path} is a Git LFS pointer, not the file itself")
-            if len(prefix) < 8 or (length <= _HEADER_LIMIT and 8 + length > size):
-                raise CheckpointError(f"{path} is truncated: {size} bytes do not hold its header")
-            if length > _HEADER_LIMIT:
-                raise CheckpointError(f"{path} is not a safetensors file")
-            text = handle.read(length)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
-    try:
-        header = json.loads(text)
-    except (UnicodeDecodeError, json.JSONDecodeError):
-        raise CheckpointError(f"{path} is not a safetensors file: its header is no JSON") from None
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path} is not a safetensors file: its header is no JSON object")
-
-    base = 8 + length
-    entries = [
-        _parse_entry(path, name, value, base)
-        for name, value in header.items()
-        if name != "__metadata__"
-    ]
-    position = base
-    for entry in sorted(entries, key=lambda each: (each.start, each.end)):
-        if entry.start != position:
-            raise CheckpointError(f"{path} is malformed: {entry.name} does not follow on the last")
-        position = entry.end
-    if position > size:
-        raise CheckpointError(
-            f"{path} is truncated: its header describes {position} bytes, the file has {size}"
-        )
-    if position < size:
-        raise CheckpointError(
-            f"{path} is malformed: its header describes {position} bytes, the file has {size}"
-        )
-    return entries
-
-
-def _parse_entry(path: Path, name: str, value: object, base: int) -> StoredTensor:
-    try:
-        fields: Any = value
-        dtype, shape, (start, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
-        valid = isinstance(dtype, str) and all(
-            isinstance(number, int) and number >= 0 for number in (*shape, start, end)
-        )
-    except (KeyError, TypeError, ValueError):
-        valid = False
-    if not valid:
-        raise CheckpointError(f"{path} is malformed: bad header entry for {name}")
-    if dtype not in _DTYPE_BITS:
-        raise CheckpointError(f"{path} stores {name} as {dtype}, which is not understood")
-    if (end - start) * 8 != math.prod(shape) * _DTYPE_BITS[dtype]:
-        raise CheckpointError(
-            f"{path} is malformed: {name} is {dtype} {list(shape)} but has {end - start} bytes"
-        )
-    return StoredTensor(name, path, dtype, shape, base + start, base + end)
+        raise CheckpointError(f"{len(bad)} {noun} no usable values: {listed(bad)}")

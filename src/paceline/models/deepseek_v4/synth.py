@@ -29,15 +29,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from paceline.config import ModelConfig, RopeScaling, read_json_object
-from paceline.models.deepseek_v4.checkpoint import (
-    INDEX_NAME,
-    SINGLE_NAME,
+from paceline.models.deepseek_v4.quant import FP4_BLOCK, FP8_BLOCK, quantize_fp8
+from paceline.models.deepseek_v4.shards import INDEX_NAME, SINGLE_NAME
+from paceline.models.deepseek_v4.tensors import (
     DrafterKind,
     StorageKind,
     TensorSpec,
     tensor_specs,
 )
-from paceline.models.deepseek_v4.quant import FP4_BLOCK, FP8_BLOCK, quantize_fp8
 from paceline.types import CheckpointError, ConfigError
 
 __all__ = [
@@ -90,7 +89,7 @@ _STORED_DTYPE: dict[StorageKind, str] = {
 }
 _ITEM_BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "I64": 8}
 
-_SLICE_ELEMENTS = 1 << 22
+_SLICE_ELEMENTS = 1 << 21
 _DSPARK_STAGES = 3
 _E2M1_RMS = math.sqrt(sum(v * v for v in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)) / 8)
 

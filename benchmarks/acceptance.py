@@ -1,0 +1,190 @@
+"""How many tokens a verified step yields: by class of prompt, draft length and position.
+
+    python benchmarks/acceptance.py --json benchmarks/results/acceptance.json
+
+Greedy, each prompt until the end-of-sequence token or the limit. Tokens with every draft length are
+compared with those without drafts; the exit status is 1 if they differ. docs/metrics.md defines the
+figures. Speed is not measured here, so the machine does not matter.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import common
+
+LOOP = 16
+"""Ids that must repeat for a token to count as part of a loop."""
+
+
+def loop_share(sequences: Sequence[Sequence[int]]) -> float:
+    """Share of emitted tokens that end a run of `LOOP` ids seen before in the same answer.
+
+    A model that loops is easy to draft for, so a length is to be read with this beside it.
+    """
+    looping = total = 0
+    for ids in sequences:
+        seen: set[tuple[int, ...]] = set()
+        for end in range(LOOP, len(ids) + 1):
+            run = tuple(ids[end - LOOP : end])
+            looping += run in seen
+            seen.add(run)
+        total += len(ids)
+    return looping / total if total else 0.0
+
+
+def main() -> None:
+    args = parse()
+    from paceline import LLM, SamplingParams, bundled_model_path
+
+    model = Path(args.model) if args.model else Path(bundled_model_path())
+    about = common.provenance(model=model, prompts=args.prompts, device=args.device)
+    prompts = common.load_prompts(args.prompts, kinds=args.classes, per_class=args.per_class)
+    params = SamplingParams(max_tokens=args.max_tokens)
+    options: dict[str, Any] = {
+        "max_num_seqs": args.batch,
+        "max_seq_len": args.max_seq_len,
+        "device": args.device,
+        "backend": args.backend,
+    }
+
+    plain: list[list[int]] = []
+    runs, equal = [], True
+    for drafts in (0, *args.num_drafts):
+        llm = LLM(str(model), num_drafts=drafts, **options)
+        done = llm.generate([p.text for p in prompts], params)
+        if failed := [r.error for r in done if r.error]:
+            raise SystemExit(f"error: {failed[0]}")
+        ids = [list(r.token_ids) for r in done]
+        if drafts == 0:
+            plain = ids
+            continue
+        equal = equal and ids == plain
+        by_class = {}
+        for kind in dict.fromkeys(p.kind for p in prompts):
+            rows = [
+                common.counts(r.speculation)
+                for r, p in zip(done, prompts, strict=True)
+                if p.kind == kind
+            ]
+            by_class[kind] = common.acceptance(common.add_counts(rows))
+        code = [by_class[kind] for kind in common.CODE_CLASSES if kind in by_class]
+        runs.append(
+            {
+                "num_drafts": drafts,
+                "tokens_equal": ids == plain,
+                "classes": by_class,
+                "code": _together(code) if code else None,
+                "all": _together(list(by_class.values())),
+            }
+        )
+        print(f"{drafts} drafts: {runs[-1]['all']['mean_acceptance_length']:.2f}", flush=True)
+    result = {
+        "benchmark": "acceptance",
+        "quick": args.quick,
+        **about,
+        "model": "bundled" if args.model is None else model.name,
+        "settings": {
+            "per_class": args.per_class,
+            "max_tokens": args.max_tokens,
+            "batch": args.batch,
+            "backend": args.backend,
+            "temperature": 0,
+            "ignore_eos": False,
+            "code_classes": list(common.CODE_CLASSES),
+        },
+        "tokens_equal": equal,
+        "outputs": {
+            kind: {
+                "prompts": sum(p.kind == kind for p in prompts),
+                "tokens": sum(
+                    len(t) for t, p in zip(plain, prompts, strict=True) if p.kind == kind
+                ),
+                "loop_share": loop_share(
+                    [t for t, p in zip(plain, prompts, strict=True) if p.kind == kind]
+                ),
+            }
+            for kind in dict.fromkeys(p.kind for p in prompts)
+        },
+        "runs": runs,
+    }
+    print(show(result))
+    if args.json:
+        common.write_json(args.json, result)
+        print(f"wrote {args.json}")
+    if not equal:
+        raise SystemExit("error: tokens with drafts differ from tokens without")
+
+
+_RATIOS = (
+    "mean_acceptance_length",
+    "acceptance_rate",
+    "by_position",
+    "by_position_conditional",
+    "histogram",
+)
+
+
+def _together(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Ratios over the summed counts of several classes."""
+    bare = [{k: v for k, v in row.items() if k not in _RATIOS} for row in rows]
+    return common.acceptance(common.add_counts(bare))
+
+
+def show(result: dict[str, Any]) -> str:
+    """The tables for people."""
+    runs = result["runs"]
+    rows = []
+    for kind, output in result["outputs"].items():
+        lengths = [f"{run['classes'][kind]['mean_acceptance_length']:.2f}" for run in runs]
+        rows.append((kind, *lengths, f"{output['loop_share']:.0%}"))
+    for name in ("code", "all"):
+        if runs and runs[0][name]:
+            lengths = [f"{run[name]['mean_acceptance_length']:.2f}" for run in runs]
+            rows.append((name, *lengths, ""))
+    header = ("mean acceptance length", *(f"K={run['num_drafts']}" for run in runs), "loops")
+    lines = [common.table(header, rows)]
+    if runs:
+        last = runs[-1]
+        places = range(1, last["num_drafts"] + 1)
+        rows = [
+            (
+                kind,
+                *(f"{x:.0%}" for x in row["by_position"]),
+                *(f"{x:.0%}" for x in row["by_position_conditional"]),
+            )
+            for kind, row in last["classes"].items()
+            if len(row["by_position"]) == len(places)
+        ]
+        header = ("accepted at", *(str(j) for j in places), *(f"{j} given" for j in places))
+        lines += ["", common.table(header, rows)]
+    lines.append(f"tokens with drafts equal tokens without: {result['tokens_equal']}")
+    return "\n".join(lines)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--model", help="checkpoint folder; default: the bundled model")
+    add("--json", type=Path, help="write the result here")
+    add("--prompts", type=Path, default=common.PROMPTS)
+    add("--classes", nargs="+", help="default: all")
+    add("--per-class", type=int, help="prompts of each class; default: all")
+    add("--num-drafts", type=int, nargs="+", default=[1, 2, 3, 4])
+    add("--max-tokens", type=int, default=128)
+    add("--max-seq-len", type=int, default=1024)
+    add("--batch", type=int, default=8)
+    add("--device", default="cpu")
+    add("--backend", default="auto", choices=["auto", "torch", "fused"])
+    add("--quick", action="store_true", help="few prompts and tokens: shows that it runs")
+    args = parser.parse_args()
+    if args.quick:
+        args.per_class, args.num_drafts, args.max_tokens = 1, [1, 3], 12
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,381 @@
+"""Write measured numbers into README.md and docs/ from benchmarks/results, and keep others out.
+
+    python scripts/numbers.py            rewrite the marked regions
+    python scripts/numbers.py --check    change nothing, fail where a region or a line is wrong
+
+A region stands between ``<!-- numbers:NAME -->`` and ``<!-- /numbers -->``, in a line of its own or
+inside a sentence. Its content is made from one result file, so it never mixes commits. Outside of
+regions a figure that looks measured (a number before tok/s, tokens per second, %, or "x faster") is
+an error; a line that states a limit or a definition ends in ``<!-- not measured -->``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+Result = dict[str, Any]
+
+REGION = re.compile(r"<!-- numbers:(?P<name>[\w.-]+) -->(?P<body>.*?)<!-- /numbers -->", re.DOTALL)
+OPENING = re.compile(r"<!-- numbers:[\w.-]+ -->|<!-- /numbers -->")
+FIGURE = re.compile(
+    r"\d(?:[\d.,]*\d)?\s*(?:"
+    r"tok(?:en)?s?\s*/\s*s\b|tokens? (?:per|a) second|%|per ?cent\b"
+    r"|(?:x|×|times)\s+(?:faster|slower|as fast|the speed))",
+    re.IGNORECASE,
+)
+EXEMPT = "<!-- not measured -->"
+
+CLASS_NAMES = {
+    "code_completion": "code completion",
+    "humaneval": "HumanEval",
+    "docs_prose": "documentation prose",
+    "define_chat": "word definitions, chat",
+    "json_schema": "JSON for a schema, chat",
+    "edit_repeat": "repeat code with one rename, chat",
+    "random_identifiers": "random identifiers",
+    "non_english": "non-English prose",
+}
+
+
+class NumbersError(Exception):
+    """A document or a result file that cannot be used; the message names it."""
+
+
+class Results:
+    """Result files by name, read when asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def read(self, name: str) -> Result | None:
+        """The parsed file ``NAME.json``, or None where there is none.
+
+        Raises:
+            NumbersError: it is no JSON, or comes from a quick run, which is no measurement.
+        """
+        path = self.folder / f"{name}.json"
+        if not path.is_file():
+            return None
+        try:
+            value: Result = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise NumbersError(f"{path.name}: {error}") from None
+        if value.get("quick"):
+            raise NumbersError(f"{path.name} comes from --quick, which measures nothing")
+        return value
+
+    def text(self, name: str) -> str | None:
+        """The file ``NAME.txt``, or None where there is none."""
+        path = self.folder / f"{name}.txt"
+        return path.read_text(encoding="utf-8").rstrip() if path.is_file() else None
+
+
+def markdown(header: list[str], rows: list[list[str]], *, left: int = 1) -> str:
+    """A table whose first `left` columns are words and the others numbers."""
+    rule = ["---"] * left + ["---:"] * (len(header) - left)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, rule, *rows])
+
+
+def _run(result: Result, batch: int) -> Result | None:
+    return next((run for run in result["runs"] if run["batch"] == batch), None)
+
+
+def _leg(run: Result, num_drafts: int) -> Result:
+    """Paceline's own leg."""
+    legs: list[Result] = run["legs"]
+    return next(x for x in legs if x["engine"] == "paceline" and x["num_drafts"] == num_drafts)
+
+
+def _rate(value: Result) -> str:
+    return f"{value['median']:.0f}"
+
+
+def _spread(value: Result) -> str:
+    return f"{value['low']:.0f} to {value['high']:.0f}"
+
+
+def decode_table(result: Result, batch: int) -> str:
+    """Every engine at one batch size."""
+    run = _run(result, batch)
+    if run is None:
+        return f"_The stored result has no run at batch {batch}._"
+    base = _leg(run, 0)["decode_tokens_per_second"]["median"]
+    rows = []
+    for leg in run["legs"]:
+        rate, drafted = leg["decode_tokens_per_second"], leg["speculation"]
+        threads, same = leg["threads"], leg["same_as_paceline"]
+        rows.append(
+            [
+                leg["name"].partition(", ")[0],
+                str(leg["num_drafts"]) if leg["num_drafts"] else "off",
+                "its own choice" if threads is None else str(threads),
+                _rate(rate),
+                _spread(rate),
+                f"{rate['median'] / base:.2f}",
+                _rate(leg["end_to_end_tokens_per_second"]),
+                f"{drafted['mean_acceptance_length']:.2f}" if drafted else "",
+                f"{same['equal']} of {same['sequences']}",
+            ]
+        )
+    header = ["engine", "drafts", "threads", "decode tok/s", "low to high"]
+    header += ["against drafts off", "end to end tok/s", "mean acceptance length"]
+    header += ["same tokens"]
+    return markdown(header, rows)
+
+
+def decode_summary(result: Result) -> str:
+    """The few rows a reader of the front page wants."""
+    rows = []
+    for batch in (1, 8):
+        run = _run(result, batch)
+        if run is None:
+            continue
+        best = run["ratios"].get("best_num_drafts")
+        rivals = [leg for leg in run["legs"] if leg["engine"] == "llama.cpp"]
+        fast = max(rivals, key=lambda leg: leg["decode_tokens_per_second"]["median"], default=None)
+        for leg in run["legs"]:
+            ours = leg["engine"] == "paceline"
+            if (ours and leg["num_drafts"] not in (0, best)) or (
+                leg["engine"] == "llama.cpp" and leg["num_drafts"] and leg is not fast
+            ):
+                continue
+            name = leg["name"]
+            if not ours and not leg["num_drafts"]:
+                name = leg["engine"]
+            rate = leg["decode_tokens_per_second"]
+            rows.append([str(batch), name, _rate(rate), _spread(rate)])
+    return markdown(["batch", "engine", "tok/s", "low to high"], rows, left=2)
+
+
+def decode_sentence(result: Result) -> str:
+    """The headline, with what it depends on."""
+    ratios, run = result["ratios"], _run(result, 1)
+    if run is None or "off_over_transformers" not in ratios or "on_over_off" not in ratios:
+        return "_The stored result lacks the legs for this sentence._"
+    if not result["tokens_equal"]:
+        raise NumbersError("decode.json: tokens with drafts differ from tokens without")
+    best = ratios["best_num_drafts"]
+    leg = _leg(run, best)
+    text = (
+        f"At batch 1 on {result['cpu']} ({result['cores']} cores), Paceline without drafts decodes "
+        f"{ratios['off_over_transformers']:.1f} times as fast as `transformers`, and with "
+        f"{best} {'draft' if best == 1 else 'drafts'} a step {ratios['on_over_off']:.2f} times as "
+        "fast as without"
+    )
+    if "best_over_llama_cpp_best" in ratios:
+        text += f", {ratios['best_over_llama_cpp_best']:.2f} times llama.cpp's best"
+    length = leg["speculation"]["mean_acceptance_length"]
+    return text + f"; the mean acceptance length is {length:.2f}. The tokens are the same."
+
+
+def environment(result: Result) -> str:
+    """Where the figures of a file come from."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    clean = {True: "clean", False: "with uncommitted changes", None: "not a checkout"}
+    commit = (result["commit"] or "unknown")[:12]
+    settings = ", ".join(
+        f"{name.replace('_', ' ')} {' and '.join(value) if isinstance(value, list) else value}"
+        for name, value in result["settings"].items()
+        if value is not None
+    )
+    lines = [
+        f"- command: `python benchmarks/{' '.join(result['command'])}`",
+        f"- commit {commit} ({clean[result['clean']]}), {result['date']}",
+        f"- {result['cpu']}, {result['cores']} cores, {result['platform']}, device "
+        f"{result['device']}, load average before the run {result['load_average_before']}",
+        f"- {versions}",
+        f"- settings: {settings}",
+        f"- checkpoint sha256 `{result['checkpoint_sha256'][:16]}`, prompts sha256 "
+        f"`{result['prompts_sha256'][:16]}`",
+    ]
+    return "\n".join(lines)
+
+
+def _draft_lengths(result: Result) -> list[int]:
+    return [run["num_drafts"] for run in result["runs"]]
+
+
+def acceptance_by_class(result: Result) -> str:
+    """Mean acceptance length of every class at every draft length."""
+    rows = []
+    for kind, output in result["outputs"].items():
+        cells = [f"{run['classes'][kind]['mean_acceptance_length']:.2f}" for run in result["runs"]]
+        name = CLASS_NAMES.get(kind, kind)
+        rows.append([name, *cells, str(output["tokens"]), f"{output['loop_share']:.0%}"])
+    for key, name in (("code", "**code classes together**"), ("all", "**all classes**")):
+        if result["runs"] and result["runs"][0][key]:
+            cells = [f"**{run[key]['mean_acceptance_length']:.2f}**" for run in result["runs"]]
+            rows.append([name, *cells, "", ""])
+    header = ["class", *(f"K = {n}" for n in _draft_lengths(result)), "tokens", "in loops"]
+    return markdown(header, rows)
+
+
+def acceptance_by_position(result: Result, *, conditional: bool) -> str:
+    """Acceptance at each draft position, at the greatest draft length of the file."""
+    run = result["runs"][-1]
+    key = "by_position_conditional" if conditional else "by_position"
+    places = range(run["num_drafts"])
+    named = [(CLASS_NAMES.get(kind, kind), row) for kind, row in run["classes"].items()]
+    named += [("**code classes together**", run["code"])] if run["code"] else []
+    named += [("**all classes**", run["all"])]
+    rows = [
+        [name, *(f"{row[key][j]:.0%}" if j < len(row[key]) else "" for j in places)]
+        for name, row in named
+    ]
+    return markdown(["class", *(f"draft {j + 1}" for j in places)], rows)
+
+
+def acceptance_histogram(result: Result) -> str:
+    """Share of verified steps by number of accepted drafts, code classes."""
+    rows = []
+    for run in result["runs"]:
+        row = run["code"] or run["all"]
+        steps = row["num_draft_steps"] or 1
+        width = result["runs"][-1]["num_drafts"] + 1
+        shares = [f"{count / steps:.0%}" for count in row["histogram"]]
+        rows.append([f"K = {run['num_drafts']}", *shares, *[""] * (width - len(shares))])
+    places = range(result["runs"][-1]["num_drafts"] + 1)
+    return markdown(["", *(f"{j} accepted" for j in places)], rows)
+
+
+def acceptance_sentence(result: Result) -> str:
+    """The headline at K = 3, or at the greatest K below it that was run."""
+    runs = [run for run in result["runs"] if run["num_drafts"] <= 3 and run["code"]]
+    if not runs:
+        return "_The stored result has no run over the code classes._"
+    run = runs[-1]
+    return (
+        f"Over the code classes at K = {run['num_drafts']}, greedy, a verified step yields "
+        f"{run['code']['mean_acceptance_length']:.2f} tokens on average."
+    )
+
+
+RENDER: dict[str, tuple[str, Callable[[Result], str]]] = {
+    "decode-sentence": ("decode", decode_sentence),
+    "decode-summary": ("decode", decode_summary),
+    "decode-batch-1": ("decode", lambda result: decode_table(result, 1)),
+    "decode-batch-8": ("decode", lambda result: decode_table(result, 8)),
+    "decode-environment": ("decode", environment),
+    "acceptance-sentence": ("acceptance", acceptance_sentence),
+    "acceptance-by-class": ("acceptance", acceptance_by_class),
+    "acceptance-by-position": (
+        "acceptance",
+        lambda result: acceptance_by_position(result, conditional=False),
+    ),
+    "acceptance-by-position-conditional": (
+        "acceptance",
+        lambda result: acceptance_by_position(result, conditional=True),
+    ),
+    "acceptance-histogram": ("acceptance", acceptance_histogram),
+    "acceptance-environment": ("acceptance", environment),
+}
+"""Region -> result file and what makes the text. ``text-NAME`` shows the file ``NAME.txt``."""
+
+
+def render(name: str, results: Results) -> str:
+    """The content of one region.
+
+    Raises:
+        NumbersError: no region of that name, or a result file that is of no use.
+    """
+    if name.startswith("text-"):
+        text = results.text(name.removeprefix("text-"))
+        if text is None:
+            return "_No capture is stored yet._"
+        return f"```text\n{text}\n```"
+    if name not in RENDER:
+        raise NumbersError(
+            f"no region is called {name!r}; there are {', '.join(RENDER)} and text-NAME"
+        )
+    file, make = RENDER[name]
+    result = results.read(file)
+    if result is None:
+        command = f"python benchmarks/{file}.py --json benchmarks/results/{file}.json"
+        return f"_No result is stored yet; `{command}` makes one._"
+    try:
+        return make(result)
+    except (KeyError, IndexError, TypeError, StopIteration) as error:
+        raise NumbersError(f"{file}.json lacks what {name} shows: {error!r}") from None
+
+
+def rewrite(text: str, results: Results) -> str:
+    """A document with every region made anew.
+
+    Raises:
+        NumbersError: an unknown region, or an opening without its end.
+    """
+
+    def fill(match: re.Match[str]) -> str:
+        content = render(match["name"], results)
+        around = "\n" if "\n" in match["body"] or "\n" in content else ""
+        return f"<!-- numbers:{match['name']} -->{around}{content}{around}<!-- /numbers -->"
+
+    stray = OPENING.search(REGION.sub("", text))
+    nested = [m for m in REGION.finditer(text) if OPENING.search(m["body"])]
+    if stray or nested:
+        raise NumbersError("a numbers region without its end, or an end without a region")
+    return REGION.sub(fill, text)
+
+
+def stray_figures(text: str) -> Iterator[tuple[int, str]]:
+    """(line number, figure) of everything that looks measured and stands outside of a region."""
+    blanked = REGION.sub(lambda match: "\n" * match[0].count("\n"), text)
+    for number, line in enumerate(blanked.splitlines(), 1):
+        if EXEMPT not in line:
+            for match in FIGURE.finditer(line):
+                yield number, match[0]
+
+
+def documents(root: Path) -> list[Path]:
+    """The documents that are kept."""
+    return [p for p in [root / "README.md", *sorted((root / "docs").glob("**/*.md"))] if p.exists()]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Return 0 if all is well, 1 if something is wrong or (with --check) out of date."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    parser.add_argument("--root", type=Path, default=ROOT, help="of the repository")
+    args = parser.parse_args(arguments)
+    results = Results(args.root / "benchmarks" / "results")
+    wrong = False
+    for path in documents(args.root):
+        name = path.relative_to(args.root).as_posix()
+        text = path.read_text(encoding="utf-8")
+        try:
+            fresh = rewrite(text, results)
+        except NumbersError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            wrong = True
+            continue
+        if fresh != text and args.check:
+            print(f"{name}: numbers are out of date; run scripts/numbers.py", file=sys.stderr)
+            lines = difflib.unified_diff(
+                text.splitlines(), fresh.splitlines(), "stored", "from results", lineterm="", n=0
+            )
+            print("\n".join(lines), file=sys.stderr)
+            wrong = True
+        elif fresh != text:
+            path.write_text(fresh, encoding="utf-8")
+            print(f"{name}: rewritten")
+        for number, figure in stray_figures(fresh):
+            print(
+                f"{name}:{number}: {figure!r} is typed by hand; take it from a region, or end the "
+                f"line with {EXEMPT}",
+                file=sys.stderr,
+            )
+            wrong = True
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

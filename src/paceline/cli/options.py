@@ -1,0 +1,104 @@
+"""What several verbs share: the options of a model, and loading it in view of the user."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
+
+__all__ = [
+    "Backend",
+    "Device",
+    "Dtype",
+    "MaxSeqLen",
+    "Model",
+    "NumThreads",
+    "load",
+    "read_text",
+]
+
+Model = Annotated[
+    str | None,
+    typer.Argument(help="Checkpoint folder; without, the bundled model.", show_default=False),
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
+Dtype = Annotated[
+    str, typer.Option(help="float32, bfloat16, or auto: float32 on a CPU, bfloat16 elsewhere.")
+]
+Backend = Annotated[
+    str, typer.Option(help="torch, fused (compiled CPU kernels), or auto: fused where possible.")
+]
+MaxSeqLen = Annotated[
+    int | None,
+    typer.Option(help="Context limit, prompt included.", show_default="the model's, at most 4096"),
+]
+NumThreads = Annotated[
+    int | None, typer.Option(help="CPU threads.", show_default="the libraries' choice")
+]
+
+
+def load(
+    model: str | None,
+    *,
+    backend: str,
+    num_drafts: int | None,
+    max_seq_len: int | None,
+    device: str,
+    dtype: str,
+    num_threads: int | None,
+    max_num_seqs: int = 1,
+) -> LLM:
+    """Load a model, with a progress bar on standard error where that is a terminal."""
+    with _loading() as progress:
+        from paceline.llm import LLM
+
+        chosen: Any = backend
+        return LLM(
+            model,
+            num_drafts=num_drafts,
+            max_seq_len=max_seq_len,
+            max_num_seqs=max_num_seqs,
+            device=device,
+            dtype=dtype,
+            backend=chosen,
+            num_threads=num_threads,
+            progress=progress,
+        )
+
+
+@contextmanager
+def _loading() -> Iterator[Callable[[int, int], None] | None]:
+    if not sys.stderr.isatty():
+        yield None
+        return
+    columns = (TextColumn("loading"), BarColumn(), DownloadColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("loading", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def read_text(file: Path | Literal["-"]) -> str:
+    """Text of a UTF-8 file, or of standard input.
+
+    Raises:
+        RequestError: it cannot be read, or is not UTF-8; names it.
+    """
+    from paceline.types import RequestError
+
+    name = "standard input" if file == "-" else str(file)
+    try:
+        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        return data.decode("utf-8")
+    except OSError as error:
+        raise RequestError(f"{name} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{name} is not UTF-8 text: {error}") from None

@@ -1,0 +1,543 @@
+"""The public door: text in, text out."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Literal, Self
+
+import torch
+
+from paceline import bundled_model_path
+from paceline.config import ModelConfig
+from paceline.draft import DeepseekV4MtpHead, DraftProposer
+from paceline.engine import Emission, Engine
+from paceline.models.deepseek_v4.build import Built, build
+from paceline.models.deepseek_v4.checkpoint import Checkpoint, load_weights
+from paceline.text import Detokenizer, Tokenizer
+from paceline.types import (
+    MAX_NUM_DRAFTS,
+    CheckpointError,
+    ConfigError,
+    FinishReason,
+    GenerationError,
+    GenerationResult,
+    RequestError,
+    SamplingParams,
+    StreamChunk,
+    Usage,
+)
+
+__all__ = ["LLM", "Prompt", "ProposerContext"]
+
+Prompt = str | list[int]
+"""One prompt: text, or the ids it stands for."""
+
+DEFAULT_NUM_DRAFTS = 3
+DEFAULT_MAX_SEQ_LEN = 4096
+
+_DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProposerContext:
+    """What a factory of proposers is told.
+
+    Attributes:
+        config: the target's shapes.
+        built: the target's parts: embedding, head, and the MTP block where the checkpoint has one.
+        max_seq_len: most tokens of a sequence.
+        max_num_seqs: sequences at once.
+    """
+
+    config: ModelConfig
+    built: Built
+    max_seq_len: int
+    max_num_seqs: int
+
+
+ProposerFactory = Callable[[ProposerContext], DraftProposer[Any]]
+
+
+class LLM:
+    """A model that completes prompts, by default drafting with its own MTP head.
+
+    Drafts change how fast tokens come, never which: greedy tokens are those of `num_drafts=0`.
+    Not for use from several threads at once; two of them in one process do not touch each other.
+
+    Args:
+        model: checkpoint folder; None takes the one that ships with the package.
+        num_drafts: drafts per step, 0 to 8, for requests that do not say. None: 3 where the
+            checkpoint has an MTP head or a proposer is given, else 0.
+        max_seq_len: context limit, prompt included; None: the model's, at most 4096.
+        max_num_seqs: sequences that run at once; further ones wait.
+        max_num_batched_tokens: most rows of one target forward; long prompts are cut into pieces.
+        device: "cpu", "cuda" or "cuda:N".
+        dtype: of computation: "float32", "bfloat16", or "auto", float32 on a CPU and bfloat16
+            elsewhere. Weights stay as the checkpoint stores them.
+        backend: "torch" for plain operations, "fused" for the compiled CPU kernels, "auto" for
+            those where they can be had.
+        proposer: drafts come from it and not from the MTP head: a `DraftProposer`, or a callable
+            that makes one from a `ProposerContext`.
+        mtp_vocab_size: the MTP head drafts among the first so many ids; 0: among all.
+        num_threads: CPU threads, of the process; None leaves the choice to the libraries.
+        progress: called with (bytes read, bytes to read) while loading.
+
+    Attributes:
+        config: the model's configuration.
+        num_drafts: drafts per step of requests that do not say.
+        max_seq_len: context limit in tokens, prompt included.
+        path: the checkpoint's folder, or None where there is none.
+        engine: the engine underneath.
+        tokenizer: the checkpoint's, or None where it has none.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be served, or drafts are asked for and it holds no
+            MTP head.
+        ConfigError: a value is out of range, or the device, dtype or backend cannot be had.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        num_drafts: int | None = None,
+        max_seq_len: int | None = None,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 256,
+        device: str | torch.device = "cpu",
+        dtype: str | torch.dtype = "auto",
+        backend: Literal["auto", "torch", "fused"] = "auto",
+        proposer: DraftProposer[Any] | ProposerFactory | None = None,
+        mtp_vocab_size: int = 0,
+        num_threads: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        place = _device(device)
+        kind = _dtype(dtype, place)
+        _check_int("num_drafts", num_drafts, 0, MAX_NUM_DRAFTS, optional=True)
+        _check_int("max_num_seqs", max_num_seqs, 1)
+        _check_int("max_num_batched_tokens", max_num_batched_tokens, max_num_seqs)
+        _check_int("num_threads", num_threads, 1, optional=True)
+        path = bundled_model_path() if model is None else Path(model)
+
+        checkpoint = Checkpoint.open(path)
+        config = ModelConfig.from_path(path)
+        _check_int("max_seq_len", max_seq_len, 2, config.max_position_embeddings, optional=True)
+        _check_int("mtp_vocab_size", mtp_vocab_size, 0, config.vocab_size)
+        if max_seq_len is None:
+            max_seq_len = min(config.max_position_embeddings, DEFAULT_MAX_SEQ_LEN)
+        has_head = checkpoint.drafter == "mtp"
+        if num_drafts is None:
+            num_drafts = DEFAULT_NUM_DRAFTS if has_head or proposer is not None else 0
+        # The file is small and its vocabulary belongs to what is refused before the weights are
+        # read; that it is missing matters to text only.
+        tokenizer = None
+        if (path / "tokenizer.json").is_file():
+            tokenizer = Tokenizer(
+                path, vocab_size=config.vocab_size, bos_token_id=config.bos_token_id
+            )
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+
+        weights = load_weights(
+            path,
+            config,
+            want_drafter=has_head if callable(proposer) else num_drafts > 0 and proposer is None,
+            progress=progress,
+        )
+        built = build(
+            weights, config, device=place, dtype=kind, backend=backend, num_threads=num_threads
+        )
+        context = ProposerContext(
+            config=config, built=built, max_seq_len=max_seq_len, max_num_seqs=max_num_seqs
+        )
+        self._set_up(
+            Engine(
+                built.model,
+                config,
+                proposer=_make_proposer(proposer, context, num_drafts, mtp_vocab_size),
+                num_drafts=num_drafts,
+                max_seq_len=max_seq_len,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                device=place,
+                dtype=kind,
+            ),
+            tokenizer,
+            path,
+            f"device={str(place)!r}, dtype={str(kind).removeprefix('torch.')!r}, "
+            f"backend={built.backend!r}",
+        )
+
+    @classmethod
+    def from_engine(cls, engine: Engine, tokenizer: Tokenizer | None = None) -> LLM:
+        """Put the door before an engine of one's own making, for other models and for tests."""
+        llm = cls.__new__(cls)
+        llm._set_up(engine, tokenizer, None, "")
+        return llm
+
+    def _set_up(
+        self, engine: Engine, tokenizer: Tokenizer | None, path: Path | None, runs_on: str
+    ) -> None:
+        self.engine = engine
+        self.config = engine.config
+        self.num_drafts = engine.num_drafts
+        self.max_seq_len = engine.max_seq_len
+        self.tokenizer = tokenizer
+        self.path = path
+        self._runs_on = runs_on
+        self._closed = False
+        self._inbox: dict[int, deque[Emission]] = {}
+
+    def __repr__(self) -> str:
+        parts = [] if self.path is None else [repr(str(self.path))]
+        parts += [f"num_drafts={self.num_drafts}", f"max_seq_len={self.max_seq_len}"]
+        parts += [self._runs_on] if self._runs_on else []
+        return f"LLM({', '.join(parts)})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what still runs and let the memory go; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        for request_id in list(self._inbox):
+            self.engine.abort(request_id)
+        self._inbox.clear()
+        del self.engine
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_bos: bool = True,
+    ) -> list[GenerationResult]:
+        """Complete every prompt and return when all are done.
+
+        Args:
+            prompts: a text, a list of ids, or a list of either.
+            params: for all prompts, or a list with one for each; None: `SamplingParams()`.
+            add_bos: begin texts with the begin-of-sequence token, as the training documents do,
+                where they do not and the model has one.
+
+        Returns:
+            One result per prompt, in order, also for a single one. A request that failed while it
+            ran has `finish_reason` "error" and says why in `error`; the others are not affected.
+
+        Raises:
+            RequestError: a prompt or its parameters cannot be served; nothing was run then.
+            CheckpointError: a text is given and the checkpoint has no tokenizer.
+        """
+        results: dict[int, GenerationResult] = {}
+        # Held for the whole call: that is cheaper than for each step, and nobody else's code runs.
+        with (
+            _HeldInterrupt() as interrupt,
+            closing(self._chunks(prompts, params, add_bos, interrupt)) as chunks,
+        ):
+            for chunk in chunks:
+                if chunk.result is not None:
+                    results[chunk.index] = chunk.result
+        return [results[index] for index in range(len(results))]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_bos: bool = True,
+    ) -> Generator[StreamChunk, None, None]:
+        """Complete prompts and yield what each step adds to each, as it comes.
+
+        Takes and raises what `generate` does, at the first iteration. Leaving the loop early, by
+        `break` or by an exception such as Ctrl-C, ends the requests and frees what they held.
+
+        Yields:
+            Chunks of the prompts, interleaved; the last of each prompt carries its result.
+        """
+        yield from self._chunks(prompts, params, add_bos, None)
+
+    def _chunks(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        add_bos: bool,
+        held: _HeldInterrupt | None,
+    ) -> Generator[StreamChunk, None, None]:
+        if self._closed:
+            raise GenerationError("this LLM is closed")
+        given = _as_prompts(prompts)
+        each = _as_params(params, len(given))
+        encoded = [self._encode(prompt, add_bos) for prompt in given]
+        live: dict[int, _Live] = {}
+        try:
+            for index, (ids, one) in enumerate(zip(encoded, each, strict=True)):
+                request_id = self.engine.add(ids, one)
+                live[request_id] = _Live(index, ids, self.tokenizer)
+                self._inbox[request_id] = deque()
+            while live:
+                if self._closed:
+                    raise GenerationError("this LLM was closed while it generated")
+                arrived = False
+                for request_id in list(live):
+                    box = self._inbox[request_id]
+                    while box:
+                        arrived = True
+                        chunk = live[request_id].take(box.popleft())
+                        if chunk.result is not None:
+                            del live[request_id], self._inbox[request_id]
+                        yield chunk
+                if arrived:
+                    continue
+                if held is not None:
+                    self._step()
+                    held.check()
+                else:
+                    with _HeldInterrupt():
+                        self._step()
+        finally:
+            for request_id in live:
+                self._inbox.pop(request_id, None)
+                if not self._closed:
+                    self.engine.abort(request_id)
+
+    def _step(self) -> None:
+        for emission in self.engine.step():
+            # Another loop over this object may be waiting for it.
+            self._inbox[emission.request_id].append(emission)
+
+    def _encode(self, prompt: Prompt, add_bos: bool) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if not prompt:
+            raise RequestError("the prompt is empty; at least one character is needed")
+        if self.tokenizer is None:
+            where = "this LLM" if self.path is None else str(self.path)
+            raise CheckpointError(
+                f"{where} has no tokenizer.json; prompts must be lists of ids then"
+            )
+        return self.tokenizer.encode(prompt, add_bos=add_bos)
+
+
+class _Live:
+    """One running request as its reader sees it."""
+
+    def __init__(self, index: int, prompt: list[int], tokenizer: Tokenizer | None) -> None:
+        self._index = index
+        self._prompt = prompt
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._drafted: list[bool] = []
+
+    def take(self, emission: Emission) -> StreamChunk:
+        self._token_ids += emission.token_ids
+        self._drafted += emission.drafted
+        pieces: list[tuple[str, bool]] = []
+        if self._detokenizer is not None:
+            for token_id, drafted in zip(emission.token_ids, emission.drafted, strict=True):
+                _add_piece(pieces, self._detokenizer.push(token_id), drafted)
+            if emission.finish_reason is not None:
+                last = self._drafted[-1] if self._drafted else False
+                _add_piece(pieces, self._detokenizer.flush(), last)
+        text = "".join(piece for piece, _ in pieces)
+        self._texts.append(text)
+        return StreamChunk(
+            index=self._index,
+            text=text,
+            token_ids=emission.token_ids,
+            drafted=emission.drafted,
+            pieces=pieces,
+            result=None if emission.finish_reason is None else self._result(emission),
+        )
+
+    def _result(self, emission: Emission) -> GenerationResult:
+        assert emission.finish_reason is not None
+        return GenerationResult(
+            text="".join(self._texts),
+            token_ids=self._token_ids,
+            finish_reason=FinishReason(emission.finish_reason),
+            usage=Usage(prompt_tokens=len(self._prompt), completion_tokens=len(self._token_ids)),
+            speculation=emission.stats,
+            drafted=self._drafted,
+            prompt_token_ids=self._prompt,
+            error=emission.error,
+        )
+
+
+class _HeldInterrupt:
+    """Lets Ctrl-C wait for the end of a step, so that it finds every request whole.
+
+    Where something else than Python's own handler is in charge, it stays in charge.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+        self._holds = False
+
+    def __enter__(self) -> Self:
+        if (
+            signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            and threading.current_thread() is threading.main_thread()
+        ):
+            signal.signal(signal.SIGINT, self._note)
+            self._holds = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._holds:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._holds = False
+        if kind is None:
+            self.check()
+
+    def check(self) -> None:
+        """Raise what was held back."""
+        if self.came:
+            self.came = False
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+
+
+def _add_piece(pieces: list[tuple[str, bool]], text: str, drafted: bool) -> None:
+    if not text:
+        return
+    if pieces and pieces[-1][1] == drafted:
+        text = pieces.pop()[0] + text
+    pieces.append((text, drafted))
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, (list, tuple)):
+        raise RequestError(
+            f"prompts is a {type(prompts).__name__}; allowed are a text, a list of ids, or a list "
+            "of either"
+        )
+    if not prompts:
+        raise RequestError("the prompt is empty, or the list holds none; at least one is needed")
+    if all(isinstance(item, int) for item in prompts):
+        return [list(prompts)]
+    for item in prompts:
+        if not isinstance(item, (str, list, tuple)):
+            raise RequestError(
+                f"the list of prompts holds {item!r}; allowed are texts and lists of ids"
+            )
+    return list(prompts)
+
+
+def _as_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    each: list[Any] = list(params) if isinstance(params, (list, tuple)) else [params]
+    for one in each:
+        if not isinstance(one, SamplingParams):
+            raise RequestError(
+                f"params is a {type(one).__name__}; allowed are SamplingParams, or a list of them"
+            )
+    if len(each) != count:
+        raise RequestError(f"{len(each)} params are given for {count} prompts; one each is needed")
+    return each
+
+
+def _make_proposer(
+    given: DraftProposer[Any] | ProposerFactory | None,
+    context: ProposerContext,
+    num_drafts: int,
+    mtp_vocab_size: int,
+) -> DraftProposer[Any] | None:
+    if isinstance(given, DraftProposer):
+        return given
+    if given is not None:
+        made = given(context)
+        if not isinstance(made, DraftProposer):
+            raise ConfigError(
+                f"the proposer factory made a {type(made).__name__}; a DraftProposer is needed"
+            )
+        return made
+    built = context.built
+    if not num_drafts or built.mtp is None:
+        return None
+    return DeepseekV4MtpHead.new(
+        built.mtp,
+        built.embed_tokens,
+        built.lm_head,
+        context.config,
+        mtp_vocab_size,
+        context.max_seq_len,
+        num_slots=context.max_num_seqs,
+        max_width=MAX_NUM_DRAFTS + 1,
+    )
+
+
+def _device(given: str | torch.device) -> torch.device:
+    try:
+        device = torch.device(given)
+    except (RuntimeError, TypeError):
+        raise ConfigError(f"device is {given!r}; allowed are 'cpu', 'cuda', 'cuda:N'") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {str(device)!r}; allowed are 'cpu', 'cuda', 'cuda:N'")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ConfigError(f"device is {str(device)!r}; this PyTorch sees {count} CUDA devices")
+    return device
+
+
+def _dtype(given: str | torch.dtype, device: torch.device) -> torch.dtype:
+    if given == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = _DTYPES.get(given) if isinstance(given, str) else given
+    if dtype not in _DTYPES.values():
+        raise ConfigError(
+            f"dtype is {given!r}; allowed are 'auto', {', '.join(map(repr, _DTYPES))}"
+        )
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _check_int(
+    name: str, value: int | None, low: int, high: int | None = None, *, optional: bool = False
+) -> None:
+    if optional and value is None:
+        return
+    allowed = f"an integer of at least {low}" if high is None else f"an integer {low} to {high}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name} is {value!r}; allowed is {allowed}")
+    if value < low or (high is not None and value > high):
+        raise ConfigError(f"{name} is {value}; allowed is {allowed}")

@@ -1,0 +1,211 @@
+"""The census and `paceline inspect`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from paceline.cache.drafter import DrafterRing
+from paceline.cache.pools import CachePools
+from paceline.cli.inspect import inspect
+from paceline.config import ModelConfig
+from paceline.models.deepseek_v4.census import cache_bytes, part_of, take_census
+from paceline.models.deepseek_v4.checkpoint import load_weights, tensor_specs
+from paceline.models.deepseek_v4.synth import preset_config, write_synthetic
+from paceline.types import MAX_NUM_DRAFTS, CheckpointError
+
+TINY = preset_config("tiny")
+FILE = "model.safetensors"
+
+
+def run(*arguments: str) -> str:
+    app = typer.Typer()
+    app.command()(inspect)
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return write_synthetic(tmp_path / "tiny", TINY)
+
+
+def test_counts_are_those_of_the_parameters(tiny: Path, tmp_path: Path) -> None:
+    weights = load_weights(tiny)
+    expected = sum(tensor.numel() for tensor in weights.values())
+    plain = take_census(tiny)
+    assert plain.parameters == expected
+    assert plain.num_bytes == weights.num_bytes
+    assert plain.files == {FILE: (tiny / FILE).stat().st_size}
+    # Packed codes count two a byte and scales count none: the same parameters.
+    release = take_census(write_synthetic(tmp_path / "release", TINY, dtype="release"))
+    assert release.parameters == expected
+    assert release.num_bytes < plain.num_bytes
+    assert plain.refusals == release.refusals == ()
+    assert plain.notes == ()
+    assert sum(plain.bytes_by_part().values()) == plain.num_bytes
+    assert sum(row.num_bytes for row in plain.layers) < plain.num_bytes
+
+
+def test_every_tensor_of_the_model_has_a_part() -> None:
+    parts = {name: part_of(name) for name in tensor_specs(TINY, "mtp")}
+    assert "other" not in parts.values()
+    assert {part for name, part in parts.items() if name.startswith("mtp.")} == {"drafter"}
+    assert parts["layers.2.attn.compressor.norm.weight"] == "compressor"
+    assert parts["layers.2.attn.indexer.compressor.ape"] == "indexer"
+    assert parts["layers.2.attn.attn_sink"] == "attention"
+    assert parts["layers.2.attn.q_norm.weight"] == "norms"
+    assert parts["norm.weight"] == parts["layers.0.ffn_norm.weight"] == "norms"
+    assert parts["hc_head_fn"] == parts["layers.0.hc_ffn_base"] == "hyper-connections"
+    assert parts["head.weight"] == "head"
+    assert parts["layers.0.ffn.gate.tid2eid"] == "router"
+    assert parts["layers.0.ffn.shared_experts.w1.weight"] == "shared expert"
+    assert part_of("vision.patch") == "other"
+
+
+def test_layer_map(tiny: Path) -> None:
+    rows = take_census(tiny).layers
+    assert [row.name for row in rows] == ["0", "1", "2", "3", "4", "5", "mtp.0"]
+    assert [row.attention for row in rows] == ["swa", "swa", "csa", "hca", "csa", "hca", "swa"]
+    assert [row.routing for row in rows] == ["hash"] * 3 + ["learned"] * 4
+    assert rows[0].tensors == 21 + 3 * TINY.n_routed_experts
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("preset", ["tiny", "small"])
+def test_cache_bytes_are_what_the_pools_allocate(preset: Any, dtype: Any) -> None:
+    config = preset_config(preset)
+    width, tokens = 24, 1024
+    stated = cache_bytes(config, dtype=dtype, drafter="mtp", max_width=width)
+
+    def allocate(slots: int, blocks: int) -> int:
+        pools = CachePools.allocate(
+            config,
+            num_slots=slots,
+            num_blocks=blocks,
+            max_seq_len=tokens,
+            max_width=width,
+            device=torch.device("cpu"),
+            dtype=torch.float32 if dtype == "fp32" else torch.bfloat16,
+        )
+        tables = pools.block_tables.nbytes
+        return pools.num_bytes - tables
+
+    assert allocate(2, 3) - allocate(1, 3) == stated.per_sequence
+    assert allocate(1, 3 + tokens // 128) - allocate(1, 3) == tokens * stated.per_token
+    ring = DrafterRing.allocate(
+        config,
+        num_slots=1,
+        max_width=MAX_NUM_DRAFTS + 1,
+        device=torch.device("cpu"),
+        dtype=torch.float32 if dtype == "fp32" else torch.bfloat16,
+    )
+    assert ring.rows[0].nbytes == stated.drafter_per_sequence
+    context = replace(config, max_position_embeddings=tokens)
+    assert cache_bytes(
+        context, dtype=dtype, drafter=None, max_width=width
+    ).full_context == allocate(1, tokens // 128) - allocate(0, 0)
+
+
+def test_flash_takes_about_seven_kilobytes_a_token() -> None:
+    stated = cache_bytes(preset_config("flash"), dtype="bf16", drafter=None, max_width=1)
+    # 21 layers x (1024 + 4 x 128) / 4 + 20 layers x 1024 / 128, index rows in fp32.
+    assert stated.per_token == 21 * (1024 + 512) / 4 + 20 * 1024 / 128
+
+
+def test_dspark_is_named_and_drafts_refused(tmp_path: Path) -> None:
+    census = take_census(write_synthetic(tmp_path / "out", TINY, drafter="dspark"))
+    assert census.drafter == "dspark"
+    assert [refusal.what for refusal in census.refusals] == ["drafts"]
+    assert "DSpark" in census.refusals[0].why
+    assert census.cache[0].drafter_per_sequence == 0
+    assert [note.split(":")[0] for note in census.notes] == ["144 tensors would not be read"]
+    assert [row.name for row in census.layers[-3:]] == ["mtp.0", "mtp.1", "mtp.2"]
+
+
+def test_no_drafter(tmp_path: Path) -> None:
+    out = write_synthetic(tmp_path / "out", TINY, drafter=None)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    census = take_census(out)
+    assert census.drafter is None
+    assert [refusal.what for refusal in census.refusals] == ["drafts"]
+    assert "num_nextn_predict_layers = 1, but there is no drafter" in census.notes[0]
+
+
+def test_broken_checkpoints_are_described_all_the_same(tiny: Path) -> None:
+    data = (tiny / FILE).read_bytes()
+    (tiny / FILE).write_bytes(data[:-1])
+    census = take_census(tiny)
+    assert census.config == TINY
+    assert census.tensors == 0
+    assert {refusal.what for refusal in census.refusals} >= {"the checkpoint"}
+    assert "truncated" in census.refusals[0].why
+    (tiny / FILE).write_bytes(data)
+
+    config = json.loads((tiny / "config.json").read_text())
+    (tiny / "config.json").write_text(json.dumps(config | {"scoring_func": "softmax", "new": 1}))
+    census = take_census(tiny)
+    assert census.config is None
+    assert census.layers == census.cache == ()
+    assert census.drafter == "mtp"
+    assert "scoring_func is 'softmax'" in census.refusals[0].why
+    assert census.notes == ("config.json has fields that are not read: new",)
+    assert "scoring_func is 'softmax'" in run(str(tiny))
+
+    (tiny / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+    whys = " | ".join(refusal.why for refusal in take_census(tiny).refusals)
+    assert "vocab_size = 100" in whys
+    assert "tokenizer.json has ids up to 263, but the model's vocab_size is 100" in whys
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "does not exist"), ("{", "not valid JSON"), ("{}", "no vocabulary")],
+)
+def test_text_needs_a_tokenizer(tiny: Path, text: str | None, message: str) -> None:
+    (tiny / "tokenizer.json").unlink()
+    if text is not None:
+        (tiny / "tokenizer.json").write_text(text)
+    refusals = take_census(tiny).refusals
+    assert [refusal.what for refusal in refusals] == ["text"]
+    assert message in refusals[0].why
+
+
+def test_command_prints_tables(tiny: Path) -> None:
+    output = run(str(tiny))
+    for words in (
+        "drafter: MTP head",
+        "hidden_size",
+        "compressed sparse",
+        "hash",
+        "experts",
+        "BF16",
+        "full context",
+        "Nothing would be refused.",
+    ):
+        assert words in output
+
+
+def test_command_prints_json(tiny: Path) -> None:
+    document = json.loads(run(str(tiny), "--json", "--max-width", "8"))
+    assert ModelConfig.from_dict(document["config"]) == TINY
+    assert document["drafter"] == "mtp"
+    assert document["refusals"] == []
+    assert document["cache"]["max_width"] == 8
+    assert document["bytes"] == sum(document["bytes_by_part"].values())
+    stated = cache_bytes(TINY, dtype="bf16", drafter="mtp", max_width=8)
+    assert document["cache"]["rows"][1]["per_token"] == stated.per_token
+
+
+def test_not_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        take_census(tmp_path / "nowhere")
