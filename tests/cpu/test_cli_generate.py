@@ -215,7 +215,8 @@ def test_ctrl_c_keeps_the_text_and_exits_with_130(tiny_path: Path) -> None:
         "generate", tiny_path, "-p", "def f", "-n", "4000", "--ignore-eos", "--backend", "torch",
         "--max-seq-len", "4096",
     )  # fmt: skip
-    process = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    # Unbuffered: what read(1) took beyond its byte would be lost to communicate().
+    process = subprocess.Popen(args, bufsize=0, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     first = process.stdout.read(1)
     process.send_signal(signal.SIGINT)

@@ -313,7 +313,7 @@ def test_an_undrafted_step_leaves_no_gap() -> None:
 
 
 class Faulty(DraftProposer[list[int]]):
-    """Breaks the contract in one way; drafts go wrong now and then, in prompts that begin with 9."""
+    """Breaks the contract in one way, now and then, in prompts that begin with 9."""
 
     def __init__(self, how: str, batch: int) -> None:
         self.how, self.batch = how, batch

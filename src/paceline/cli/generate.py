@@ -170,8 +170,9 @@ class _Screen:
             shown = text.translate(_CONTROLS) if self._terminal else text
             if drafted and self._tint:
                 shown = typer.style(shown, fg=typer.colors.GREEN)
-            sys.stdout.write(shown)
+            # Before the write: Ctrl-C may come out of it, and end() must know what was shown.
             self._at_line_start = text.endswith("\n")
+            sys.stdout.write(shown)
         sys.stdout.flush()
 
     def end(self) -> None:

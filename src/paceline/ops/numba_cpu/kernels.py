@@ -20,8 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
-from numba import njit, types
+from numba import types
 
 from paceline.ops.numba_cpu.layout import Control, Job, Kind, Layer
 from paceline.ops.numba_cpu.simd import (
@@ -78,8 +79,11 @@ from paceline.ops.numba_cpu.simd import (
 
 __all__ = ["pack_entry", "step_entry"]
 
-_ZERO, _ONE, _TWO = np.float32(0), np.float32(1), np.float32(2)
-_LOWEST = np.float32(-np.inf)
+# Python floats would make the arithmetic double.
+_ZERO: Any = np.float32(0)
+_ONE: Any = np.float32(1)
+_TWO: Any = np.float32(2)
+_LOWEST: Any = np.float32(-np.inf)
 _SPINS = 2000
 _IDLE_SPINS = 100_000
 _OPEN = 256
@@ -91,7 +95,8 @@ if sys.platform == "win32":
         pause()
 
 else:
-    _give_way = types.ExternalFunction("sched_yield", types.int32())
+    _external: Any = types.ExternalFunction
+    _give_way = _external("sched_yield", types.int32())
 
 
 # ------------------------------------------------------------------------------------- sharing
@@ -141,7 +146,8 @@ def _rms_scale(x: int, width: int, eps: float) -> float:
     for c in range(0, width, 16):
         v = v_ld(x, c)
         total = v_fma(v, v, total)
-    return _ONE / math.sqrt(v_total(total) / np.float32(width) + eps)
+    scale: float = _ONE / math.sqrt(v_total(total) / np.float32(width) + eps)
+    return scale
 
 
 @kernel
@@ -211,11 +217,10 @@ def _product(
     """One panel for all rows; the first `vectors` sixteens of its 64 outputs are stored."""
     tile = private + ld_i64(job, Job.P_TILE)
     iota = ld_i64(job, Job.IOTA)
-    ahead = panel + _panel_bytes(form, inputs)
     row = 0
     while row < rows:
         count = _block(form, rows - row)
-        rows_times_panel(form, count, panel, x, stride, iota + 8 * row, inputs, tile, ahead)
+        rows_times_panel(form, count, panel, x, stride, iota + 8 * row, inputs, tile, panel)
         for n in range(count):
             place = out + 4 * out_stride * (row + n)
             for v in range(vectors):
@@ -227,9 +232,7 @@ def _product(
 
 
 @kernel
-def _mix_segment(
-    job: int, function: int, segment: int, row: int, count: int, parts: int
-) -> None:
+def _mix_segment(job: int, function: int, segment: int, row: int, count: int, parts: int) -> None:
     """Partial mixes of one or two rows from their 4 x 64 new stream values in `parts`."""
     rows = ld_i64(job, Job.ROWS)
     squares = ld_i64(job, Job.SQUARES)
@@ -346,9 +349,7 @@ def _write_row(job: int, layer: int, row: int, keys_only: bool) -> None:
     y = ld_i64(job, Job.PROJECTED) + 4 * ld_i64(job, Job.IN_STRIDE) * row
     ring = ld_i64(job, Job.RING)
     depth = ld_i64(layer, Layer.WINDOW_INDEX)
-    out = _ring_row(
-        job, ld_i64(job, Job.WINDOW_ROWS), depth, slot, ring, position % ring, width
-    )
+    out = _ring_row(job, ld_i64(job, Job.WINDOW_ROWS), depth, slot, ring, position % ring, width)
     _normed(y, ld_i64(layer, Layer.KV_NORM), width, eps, out)
     _turned(out, width, rope, _angles(job, ratio, position))
     if keys_only:
@@ -748,6 +749,7 @@ def _up_panel(
     private: int,
     form: int,
     panel: int,
+    ahead: int,
     rows: int,
     order: int,
     weights: int,
@@ -760,7 +762,6 @@ def _up_panel(
     x = ld_i64(job, Job.FIXED) if form == FP4 else ld_i64(job, Job.NORMED)
     limit = ld_f32(ld_i64(job, Job.FLOATS), 3)
     tile = private + ld_i64(job, Job.P_TILE)
-    ahead = panel + _panel_bytes(form, hidden)
     row = 0
     while row < rows:
         count = _block(form, rows - row)
@@ -778,7 +779,7 @@ def _up_panel(
 
 
 @kernel
-def _down_segment(job: int, private: int, layer: int, segment: int) -> None:
+def _down_segment(job: int, private: int, layer: int, segment: int, threads: int) -> None:
     """64 channels of all rows' expert output: the shared expert, then the routed by number."""
     rows, hidden = ld_i64(job, Job.ROWS), ld_i64(job, Job.HIDDEN)
     experts, inner = ld_i64(job, Job.EXPERTS), ld_i64(job, Job.INNER)
@@ -796,11 +797,10 @@ def _down_segment(job: int, private: int, layer: int, segment: int) -> None:
     form = ld_i64(layer, Layer.DOWN_FORM)
     size = _panel_bytes(form, inner)
     x = ld_i64(job, Job.INNERS)
-    active = ld_i64(used, experts)
-    for n in range(active):
-        e, then = ld_i64(used, n), ld_i64(used, min(n + 1, active - 1))
+    for n in range(ld_i64(used, experts)):
+        e = ld_i64(used, n)
         panel = ld_i64(layer, Layer.DOWN) + (e * (hidden // 64) + segment) * size
-        ahead = ld_i64(layer, Layer.DOWN) + (then * (hidden // 64) + segment) * size
+        ahead = panel + size * threads  # What this thread takes next, if all go at one pace.
         at, end = ld_i64(starts, e), ld_i64(starts, e + 1)
         while at < end:
             count = _block(form, end - at)
@@ -972,9 +972,7 @@ def _query_phase(
 
 
 @kernel
-def _select_phase(
-    control: int, threads: int, base: int, job: int, private: int, layer: int
-) -> int:
+def _select_phase(control: int, threads: int, base: int, job: int, private: int, layer: int) -> int:
     end = base + ld_i64(job, Job.ROWS)
     done = 0
     task = _claim(control, end, threads)
@@ -987,9 +985,7 @@ def _select_phase(
 
 
 @kernel
-def _attend_phase(
-    control: int, threads: int, base: int, job: int, private: int, layer: int
-) -> int:
+def _attend_phase(control: int, threads: int, base: int, job: int, private: int, layer: int) -> int:
     groups = ld_i64(job, Job.HEADS) // 4
     end = base + ld_i64(job, Job.ROWS) * groups
     done = 0
@@ -1039,9 +1035,7 @@ def _low_phase(control: int, threads: int, base: int, job: int, private: int, la
 
 
 @kernel
-def _output_phase(
-    control: int, threads: int, base: int, job: int, private: int, layer: int
-) -> int:
+def _output_phase(control: int, threads: int, base: int, job: int, private: int, layer: int) -> int:
     """Attention's output into the streams, and what the expert half will read of them."""
     hidden = ld_i64(job, Job.HIDDEN)
     inputs = ld_i64(job, Job.GROUPS) * ld_i64(job, Job.O_LORA)
@@ -1088,22 +1082,27 @@ def _up_phase(control: int, threads: int, base: int, job: int, private: int, lay
     panels, shared_panels = inner // 32, shared // 32
     chunk = min(panels, 4)
     each = (panels + chunk - 1) // chunk
-    routed = most * each
-    end = base + routed + (shared_panels + chunk - 1) // chunk
+    first_routed = (shared_panels + chunk - 1) // chunk
+    active = ld_i64(used, experts)
+    up, up_form = ld_i64(layer, Layer.UP), ld_i64(layer, Layer.UP_FORM)
+    down, down_form = ld_i64(layer, Layer.DOWN), ld_i64(layer, Layer.DOWN_FORM)
+    size, down_size = _panel_bytes(up_form, hidden), _panel_bytes(down_form, inner)
+    segments = hidden // 64
+    end = base + first_routed + most * each
     done = 0
     task = _claim(control, end, threads)
     while task >= 0:
         n = task - base
-        if n >= routed:
+        if n < first_routed:
             form = ld_i64(layer, Layer.SHARED_UP_FORM)
-            size = _panel_bytes(form, hidden)
-            first = (n - routed) * chunk
-            for p in range(first, min(first + chunk, shared_panels)):
+            own = _panel_bytes(form, hidden)
+            for p in range(n * chunk, min((n + 1) * chunk, shared_panels)):
                 _up_panel(
                     job,
                     private,
                     form,
-                    ld_i64(layer, Layer.SHARED_UP) + size * p,
+                    ld_i64(layer, Layer.SHARED_UP) + own * p,
+                    up + size * (ld_i64(used, 0) * panels + min(p, panels - 1)),
                     rows,
                     ld_i64(job, Job.IOTA),
                     0,
@@ -1111,22 +1110,29 @@ def _up_phase(control: int, threads: int, base: int, job: int, private: int, lay
                     ld_i64(job, Job.SHARED_INNERS) + 128 * p,
                     shared,
                 )
-        elif n // each < ld_i64(used, experts):
-            e = ld_i64(used, n // each)
+        elif (n - first_routed) // each < active:
+            m = (n - first_routed) // each
+            e = ld_i64(used, m)
             at = ld_i64(starts, e)
-            form = ld_i64(layer, Layer.UP_FORM)
-            size = _panel_bytes(form, hidden)
-            first = n % each * chunk
+            first = (n - first_routed) % each * chunk
             for p in range(first, min(first + chunk, panels)):
+                # Memory is slower than the products: fetch the same panel of the next expert, at
+                # the last one the first panels of the second half.
+                if m + 1 < active:
+                    ahead = up + size * (ld_i64(used, m + 1) * panels + p)
+                else:
+                    place = ld_i64(used, p % active) * segments + min(p // active, segments - 1)
+                    ahead = down + down_size * place
                 _up_panel(
                     job,
                     private,
-                    form,
-                    ld_i64(layer, Layer.UP) + size * (e * panels + p),
+                    up_form,
+                    up + size * (e * panels + p),
+                    ahead,
                     ld_i64(starts, e + 1) - at,
                     order + 8 * at,
                     weights + 4 * at,
-                    ld_i64(layer, Layer.DOWN_FORM) == FP4,
+                    down_form == FP4,
                     ld_i64(job, Job.INNERS) + 4 * (inner * at + 32 * p),
                     inner,
                 )
@@ -1145,7 +1151,7 @@ def _down_phase(
     done = 0
     task = _claim(control, end, threads)
     while task >= 0:
-        _down_segment(job, private, layer, task - base)
+        _down_segment(job, private, layer, task - base, threads)
         _post_segment(job, private, function, task - base)
         done += 1
         task = _claim(control, end, threads)
@@ -1273,9 +1279,7 @@ def _join_phases(
         at = 256 * segment
         form = ld_i64(job, Job.E_FORM)
         panel = ld_i64(job, Job.E_PROJ) + segment * _panel_bytes(form, hidden)
-        _product(
-            job, private, form, panel, normed, hidden, rows, hidden, out + at, hidden, 4
-        )
+        _product(job, private, form, panel, normed, hidden, rows, hidden, out + at, hidden, 4)
         form = ld_i64(job, Job.H_FORM)
         panel = ld_i64(job, Job.H_PROJ) + segment * _panel_bytes(form, hidden)
         _product(
@@ -1296,9 +1300,7 @@ def _join_phases(
 
 
 @kernel
-def _final_phase(
-    control: int, threads: int, base: int, job: int, private: int, out: int
-) -> int:
+def _final_phase(control: int, threads: int, base: int, job: int, private: int, out: int) -> int:
     """Collapse and norm the rows asked for; copy the streams asked for."""
     hidden, wanted = ld_i64(job, Job.HIDDEN), ld_i64(job, Job.LOGITS)
     hiddens = ld_i64(job, Job.HIDDENS)
@@ -1316,9 +1318,7 @@ def _final_phase(
             _collapsed(job, row, coefs, ld_i64(job, Job.FINAL_NORM), out + 4 * hidden * n)
         else:
             row = ld_i64(hidden_rows, n - wanted)
-            _copied(
-                streams + 16 * hidden * row, 4 * hidden, copies + 16 * hidden * (n - wanted)
-            )
+            _copied(streams + 16 * hidden * row, 4 * hidden, copies + 16 * hidden * (n - wanted))
         done += 1
         task = _claim(control, end, threads)
     _settle(control, end, done, threads)
@@ -1540,10 +1540,12 @@ def _stamp() -> str:
 def _compiled(function: Callable[..., int], arguments: int) -> Callable[..., int]:
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
     signature = types.int64(*[types.int64] * arguments)
+    compile_: Any = numba.njit
     try:
-        return njit(signature, cache=True, **options)(function)  # type: ignore[no-any-return]
+        made: Callable[..., int] = compile_(signature, cache=True, **options)(function)
     except RuntimeError:  # Nowhere to keep a compiled copy.
-        return njit(signature, **options)(function)  # type: ignore[no-any-return]
+        made = compile_(signature, **options)(function)
+    return made
 
 
 @functools.cache

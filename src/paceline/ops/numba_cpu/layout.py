@@ -208,5 +208,3 @@ class Layer(IntEnum):
     SHARED_UP_FORM = 34
     SHARED_DOWN = 35
     SHARED_DOWN_FORM = 36
-
-

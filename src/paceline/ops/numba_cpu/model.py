@@ -207,7 +207,9 @@ class _Fused:
         else:
             words[Layer.BIAS] = self._vector(f"{ffn}.gate.bias", unit=32)
         words[Layer.UP], words[Layer.UP_FORM] = self._keep(
-            pack_pairs(self._arena, weights[f"{ffn}.experts.w1"], weights[f"{ffn}.experts.w3"], narrow=True)
+            pack_pairs(
+                self._arena, weights[f"{ffn}.experts.w1"], weights[f"{ffn}.experts.w3"], narrow=True
+            )
         )
         words[Layer.DOWN], words[Layer.DOWN_FORM] = self._keep(
             pack_experts(self._arena, weights[f"{ffn}.experts.w2"])
@@ -216,7 +218,10 @@ class _Fused:
         self._job[Job.SHARED_INNER] = weights[f"{shared}.w1.weight"].shape[0]
         words[Layer.SHARED_UP], words[Layer.SHARED_UP_FORM] = self._keep(
             pack_pairs(
-                self._arena, weights[f"{shared}.w1.weight"], weights[f"{shared}.w3.weight"], narrow=False
+                self._arena,
+                weights[f"{shared}.w1.weight"],
+                weights[f"{shared}.w3.weight"],
+                narrow=False,
             )
         )
         words[Layer.SHARED_DOWN], words[Layer.SHARED_DOWN_FORM] = self._keep(
@@ -527,8 +532,12 @@ class FusedMtpBlock(_Fused):
     ) -> None:
         super().__init__(weights, config, kind=Kind.MTP, team=shared_team(num_threads))
         job = self._job
-        job[Job.E_PROJ], job[Job.E_FORM] = self._keep(pack_matrix(self._arena, weights["mtp.0.e_proj.weight"]))
-        job[Job.H_PROJ], job[Job.H_FORM] = self._keep(pack_matrix(self._arena, weights["mtp.0.h_proj.weight"]))
+        job[Job.E_PROJ], job[Job.E_FORM] = self._keep(
+            pack_matrix(self._arena, weights["mtp.0.e_proj.weight"])
+        )
+        job[Job.H_PROJ], job[Job.H_FORM] = self._keep(
+            pack_matrix(self._arena, weights["mtp.0.h_proj.weight"])
+        )
         job[Job.E_NORM] = self._vector("mtp.0.enorm.weight")
         job[Job.H_NORM] = self._vector("mtp.0.hnorm.weight")
         job[Job.FINAL_FN], job[Job.FINAL_AFFINE] = self._mixer("mtp.0.hc_head")

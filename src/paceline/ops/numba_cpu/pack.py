@@ -20,7 +20,15 @@ import torch
 from paceline.ops.numba_cpu.kernels import pack_entry
 from paceline.ops.numba_cpu.simd import BF16, FP4, FP4_BLOCK_BYTES, FP32, has_vnni
 
-__all__ = ["Arena", "Packed", "aligned_bytes", "pack_experts", "pack_matrix", "pack_mixer", "pack_pairs"]
+__all__ = [
+    "Arena",
+    "Packed",
+    "aligned_bytes",
+    "pack_experts",
+    "pack_matrix",
+    "pack_mixer",
+    "pack_pairs",
+]
 
 PANEL = 64
 
@@ -46,10 +54,13 @@ class Arena:
     def take(self, count: int) -> npt.NDArray[np.uint8]:
         """Zeroed bytes that begin on a cache line; they keep their piece alive."""
         if count > self._piece.size:
-            memory = mmap.mmap(-1, max(count, self._PIECE) + (2 << 20))
+            size = max(count, self._PIECE) + (2 << 20)
             if hasattr(mmap, "MADV_HUGEPAGE"):
+                memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 with contextlib.suppress(OSError):
                     memory.madvise(mmap.MADV_HUGEPAGE)
+            else:
+                memory = mmap.mmap(-1, size)
             piece = np.frombuffer(memory, np.uint8)
             self._piece = piece[-piece.ctypes.data % (2 << 20) :]
         taken, self._piece = self._piece[:count], self._piece[(count + 63) // 64 * 64 :]
@@ -185,7 +196,9 @@ def pack_pairs(arena: Arena, gate: torch.Tensor, up: torch.Tensor, *, narrow: bo
     """
     plain = _alike([gate, up])
     first, second = (_addresses(t).reshape(-1, PANEL // 2) for t in plain)
-    return _pack_narrowest(arena, plain, np.concatenate([first, second], axis=1).reshape(-1), narrow=narrow)
+    return _pack_narrowest(
+        arena, plain, np.concatenate([first, second], axis=1).reshape(-1), narrow=narrow
+    )
 
 
 def pack_experts(arena: Arena, down: torch.Tensor) -> Packed:

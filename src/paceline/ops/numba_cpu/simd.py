@@ -12,16 +12,17 @@ from typing import Any, TypeVar, cast
 
 import llvmlite.binding as llvm
 import llvmlite.ir as ir
-from numba import njit, types
-from numba.core import cgutils
-from numba.core.datamodel import models, register_default
+import numba
+from numba import types
+from numba.core import cgutils as _numba_cgutils
+from numba.core import datamodel as _numba_datamodel
 from numba.extending import intrinsic
 
 __all__ = [
     "BF16",
-    "FP32",
     "FP4",
     "FP4_BLOCK_BYTES",
+    "FP32",
     "MOST_FP4_ROWS",
     "MOST_ROWS",
     "atomic_add",
@@ -33,18 +34,18 @@ __all__ = [
     "kernel",
     "ld_f32",
     "ld_i64",
+    "ld_u8",
     "ld_u16",
     "ld_u32",
-    "ld_u8",
     "pause",
     "row_times_small",
     "rows_times_panel",
     "sinkhorn_4x4",
     "st_f32",
     "st_i64",
+    "st_u8",
     "st_u16",
     "st_u32",
-    "st_u8",
     "two_times_small",
     "v_add",
     "v_div",
@@ -70,6 +71,11 @@ __all__ = [
     "weigh_4x64",
 ]
 
+# numba is typed in part only, and not in the same parts from one release to the next.
+cgutils: Any = _numba_cgutils
+_datamodel: Any = _numba_datamodel
+_njit: Any = numba.njit
+
 LANES = 16
 FP32, BF16, FP4 = 0, 1, 2
 """How a packed matrix stores its numbers."""
@@ -82,27 +88,23 @@ def kernel(function: F) -> F:
     options = {"nogil": True, "error_model": "numpy", "boundscheck": False}
     # Called from compiled code only: ways in from Python would double the time to compile.
     inner = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    return cast(F, njit(**options, **inner)(function))
+    return cast(F, _njit(**options, **inner)(function))
 
 
 class _VecType(types.Type):
-    def __init__(self) -> None:
-        super().__init__(name="PacelineVec16")
+    pass
 
 
-vec = _VecType()
+vec = cast(Any, _VecType)(name="PacelineVec16")
 
 _i32, _i64, _f32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _vf = ir.VectorType(_f32, LANES)
 _vi = ir.VectorType(_i32, LANES)
 
 
-class _VecModel(models.PrimitiveModel):  # type: ignore[misc]
-    def __init__(self, dmm: Any, fe_type: Any) -> None:
-        super().__init__(dmm, fe_type, _vf)
-
-
-register_default(_VecType)(_VecModel)
+_datamodel.register_default(_VecType)(
+    lambda manager, kind: _datamodel.models.PrimitiveModel(manager, kind, _vf)
+)
 
 
 # ---------------------------------------------------------------------------------- IR helpers
@@ -174,7 +176,7 @@ _HIGHEST = 88.0
 
 
 def _exp(builder: Any, x: Any) -> Any:
-    """exp to about one unit in the last place; 0 below -87, exp(88) above 88, NaN for NaN."""
+    """Exponential to about one unit in the last place; 0 below -87, exp(88) above 88, NaN for NaN."""
     clamped = _smaller(builder, _larger(builder, x, _const(_LOWEST)), _const(_HIGHEST))
     shifted = _fma(builder, clamped, _const(1.4426950408889634), _const(_ROUND))
     whole = builder.fsub(shifted, _const(_ROUND))
@@ -352,11 +354,11 @@ def _sinkhorn(builder: Any, logits: Any, rounds: Any, eps: Any) -> Any:
     return builder.load(state)
 
 
-ld_f32 = _define(_F, (_I, _I), _reader(_f32, 4))
-ld_i64 = _define(_I, (_I, _I), _reader(_i64, 8))
-ld_u32 = _define(_I, (_I, _I), _reader(_i32, 4, "zext"))
-ld_u16 = _define(_I, (_I, _I), _reader(ir.IntType(16), 2, "zext"))
-ld_u8 = _define(_I, (_I, _I), _reader(ir.IntType(8), 1, "zext"))
+ld_f32: Callable[..., float] = _define(_F, (_I, _I), _reader(_f32, 4))
+ld_i64: Callable[..., int] = _define(_I, (_I, _I), _reader(_i64, 8))
+ld_u32: Callable[..., int] = _define(_I, (_I, _I), _reader(_i32, 4, "zext"))
+ld_u16: Callable[..., int] = _define(_I, (_I, _I), _reader(ir.IntType(16), 2, "zext"))
+ld_u8: Callable[..., int] = _define(_I, (_I, _I), _reader(ir.IntType(8), 1, "zext"))
 st_u32 = _define(_N, (_I, _I, _I), _narrow_writer(4))
 st_u16 = _define(_N, (_I, _I, _I), _narrow_writer(2))
 st_u8 = _define(_N, (_I, _I, _I), _narrow_writer(1))
@@ -382,8 +384,8 @@ v_swiglu = _define(_V, (_V, _V, _F), _swiglu)
 v_swap_pairs = _define(
     _V, (_V,), lambda b, x: _shuffle(b, x, x, [lane ^ 1 for lane in range(LANES)])
 )
-v_total = _define(_F, (_V,), _reduced(lambda b, x, y: b.fadd(x, y)))
-v_top = _define(_F, (_V,), _reduced(_larger))
+v_total: Callable[..., float] = _define(_F, (_V,), _reduced(lambda b, x, y: b.fadd(x, y)))
+v_top: Callable[..., float] = _define(_F, (_V,), _reduced(_larger))
 sinkhorn_4x4 = _define(_V, (_V, _I, _F), _sinkhorn)
 
 
@@ -406,15 +408,16 @@ def _pause(builder: Any) -> None:
 
 _IS_X86 = llvm.get_process_triple().startswith(("x86_64", "amd64", "i686"))
 
-atomic_add = _define(_I, (_I, _I), _atomic_add)
-atomic_cas = _define(_I, (_I, _I, _I), _atomic_cas)
-atomic_get = _define(
+atomic_add: Callable[..., int] = _define(_I, (_I, _I), _atomic_add)
+atomic_cas: Callable[..., int] = _define(_I, (_I, _I, _I), _atomic_cas)
+atomic_get: Callable[..., int] = _define(
     _I, (_I,), lambda b, address: b.load_atomic(_ptr(b, address, _i64), "seq_cst", 8)
 )
 pause = _define(_N, (), _pause)
 
 
 # ------------------------------------------------------------------------------------ products
+
 
 def has_vnni() -> bool:
     """Whether this processor multiplies bytes by fours in 512-bit registers."""
@@ -490,7 +493,7 @@ def _prefetch(builder: Any, address: Any) -> None:
 
 
 def _panel_rows(form: int, rows: int) -> Callable[..., Any]:
-    """FMA of widened weights, every output's sum by rising input."""
+    """FMA of widened weights; every output's sum goes by rising input."""
 
     def emit(
         b: Any, w: Any, x: Any, stride: Any, index: Any, inputs: Any, out: Any, ahead: Any
@@ -499,8 +502,9 @@ def _panel_rows(form: int, rows: int) -> Callable[..., Any]:
         sums = _zeros(b, 4 * rows)
         size = 256 if form == FP32 else 128
         with cgutils.for_range(b, b.udiv(inputs, _i64(_UNROLL))) as loop:
-            offset = b.mul(loop.index, _i64(size * _UNROLL))
-            place = b.add(w, offset)
+            place = b.add(w, b.mul(loop.index, _i64(size * _UNROLL)))
+            for line in (0, 64):
+                _prefetch(b, b.add(ahead, b.add(b.mul(loop.index, _i64(128)), _i64(line))))
             first = b.mul(loop.index, _i64(_UNROLL))
             for u in range(_UNROLL):
                 parts = [
@@ -606,7 +610,8 @@ def _fix_32(b: Any, x: Any, out: Any) -> None:
     numbers = []
     for v in parts:
         scaled = _call(b, "llvm.rint.v16f32", _vf, b.fmul(v, _splat(b, by)))
-        numbers.append(_call(b, "llvm.fptosi.sat.v16i32.v16f32", _vi, scaled))
+        real = b.select(b.fcmp_ordered("==", scaled, scaled), scaled, _const(0.0))
+        numbers.append(b.fptosi(real, _vi))
     narrow = ir.VectorType(ir.IntType(8), LANES)
     for digit in range(3):
         total = None
@@ -623,7 +628,7 @@ def _fix_32(b: Any, x: Any, out: Any) -> None:
 
 _UNROLL = 4
 FP4_BLOCK_BYTES = 64 + 64 * 16
-"""32 inputs of 64 outputs: 64 exponents, then codes by four inputs, 32 outputs, output and input."""
+"""32 inputs of 64 outputs: 64 exponents, then codes by four inputs, 32 outputs, output, input."""
 MOST_ROWS = 6
 MOST_FP4_ROWS = 2
 """Rows whose sums fit the registers."""
@@ -760,7 +765,8 @@ _weighted1 = _Function("weighted_1", 7, ir.VoidType(), _weighted(1))
 rows_times_panel = _define(_N, (_I,) * 9, _switch)
 """(form, rows, panel, x, x stride, row numbers, inputs, out [rows, 64], panel to fetch ahead).
 
-Rows are floats, or for FP4 what `fix_32` makes of them, which takes the same room.
+Rows are floats, or for FP4 what `fix_32` makes of them, which takes the same room. Fetched ahead
+is as much as an fp4 panel of as many inputs holds, the form that comes from memory.
 """
 fix_32 = _define(_N, (_I, _I), _fix.call)
 """(32 floats, out 128 bytes): whole numbers to 23 bits of the largest, as three signed digits.

@@ -1,0 +1,362 @@
+"""The compiled CPU path against its plain torch twin, and against itself however rows are cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import (
+    CPU,
+    Rig,
+    make_rig,
+    mtp_inputs,
+    random_widths,
+    step_inputs,
+    visible_cache,
+    write_tiny,
+)
+
+from paceline.cache.drafter import DrafterRing
+from paceline.models.deepseek_v4.checkpoint import Weights, load_weights
+from paceline.models.deepseek_v4.synth import preset_config, write_synthetic
+from paceline.models.step import MtpInputs
+from paceline.ops import numba_cpu
+from paceline.ops.dense import DenseWeight
+from paceline.types import ConfigError
+
+pytestmark = pytest.mark.skipif(not numba_cpu.available(), reason=numba_cpu.why_not())
+
+# Both sides round; in units of the standard deviation of what is compared, where that is above 1.
+TOLERANCE = 4e-5
+
+
+def assert_close(mine: torch.Tensor, theirs: torch.Tensor, what: str = "") -> None:
+    assert torch.isfinite(mine).all(), what
+    scale = max(1.0, float(theirs.std())) if theirs.numel() > 1 else 1.0
+    worst = float((mine - theirs).abs().max()) if theirs.numel() else 0.0
+    assert worst < TOLERANCE * scale, f"{what} {worst} at scale {scale}"
+
+
+def ids_of(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(8, 260, (length,), generator=generator).tolist()
+
+
+@pytest.fixture(scope="module", params=["fp32", "release"])
+def weights(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Weights:
+    """fp32 everywhere, and the release's mix: fp8 and bf16 read as bf16, experts in fp4."""
+    path = tmp_path_factory.mktemp(request.param)
+    config = preset_config("tiny")
+    # A gain that drives some gates and ups into the clamp.
+    return load_weights(write_synthetic(path / "c", config, dtype=request.param, expert_gain=4.0))
+
+
+@pytest.fixture(scope="module")
+def fused(weights: Weights) -> Rig:
+    return make_rig(weights, weights.config, backend="fused", num_threads=1)
+
+
+@pytest.fixture(scope="module")
+def twin(weights: Weights) -> Rig:
+    return make_rig(weights, weights.config, backend="torch")
+
+
+def ragged_steps(
+    lengths: list[int], seed: int, widths: list[int]
+) -> Iterator[list[tuple[int, int, list[int]]]]:
+    """Steps of random subsets of sequences at random widths until all are through."""
+    rng = random.Random(seed)
+    texts = [ids_of(n, seed=100 + n) for n in lengths]
+    done = [0] * len(lengths)
+    while any(d < n for d, n in zip(done, lengths, strict=True)):
+        rows = []
+        for slot in rng.sample(range(len(lengths)), rng.randint(1, len(lengths))):
+            width = min(rng.choice(widths), lengths[slot] - done[slot])
+            if width:
+                rows.append((slot, done[slot], texts[slot][done[slot] : done[slot] + width]))
+                done[slot] += width
+        if rows:
+            yield rows
+
+
+def test_ragged_steps_equal_the_twin(fused: Rig, twin: Rig) -> None:
+    # The longest goes far past 4 * index_topk = 64 tokens and past three windows of 128.
+    lengths = [440, 261, 37]
+    for rows in ragged_steps(lengths, seed=0, widths=[1, 2, 3, 4, 5, 7, 16, 40]):
+        logits, streams = fused.run(*rows)
+        other_logits, other_streams = twin.run(*rows)
+        assert_close(logits, other_logits)
+        assert_close(streams, other_streams)
+    assert logits.std() > 0.3
+    for slot, length in enumerate(lengths):
+        mine = visible_cache(fused.pools, slot, length, fused.config.sliding_window)
+        theirs = visible_cache(twin.pools, slot, length, fused.config.sliding_window)
+        for name, tensor in mine.items():
+            assert_close(tensor, theirs[name], name)
+
+
+@pytest.mark.parametrize("width", range(1, 17))
+def test_a_row_does_not_depend_on_how_many_run_with_it(fused: Rig, width: int) -> None:
+    length = 128 + 5 * width
+    ids = ids_of(length, seed=width)
+    logits, streams = fused.run((0, 0, ids))
+    held = visible_cache(fused.pools, 0, length, fused.config.sliding_window)
+    at = 0
+    for step in [120, *random_widths(random.Random(width), length - 120, width, width)]:
+        other = fused.run((1, at, ids[at : at + step]))
+        assert torch.equal(other[0], logits[at : at + step])
+        assert torch.equal(other[1], streams[at : at + step])
+        at += step
+    again = visible_cache(fused.pools, 1, length, fused.config.sliding_window)
+    for name, tensor in held.items():
+        assert torch.equal(tensor, again[name]), name
+
+
+def test_a_sequence_does_not_depend_on_its_neighbours(fused: Rig) -> None:
+    lengths = [300, 131, 64]
+    alone = [fused.run((3, 0, ids_of(n, seed=100 + n))) for n in lengths]
+    for rows in ragged_steps(lengths, seed=5, widths=[1, 2, 5, 16, 33]):
+        logits, streams = fused.run(*rows)
+        at = 0
+        for slot, first, tokens in rows:
+            end = at + len(tokens)
+            assert torch.equal(logits[at:end], alone[slot][0][first : first + len(tokens)])
+            assert torch.equal(streams[at:end], alone[slot][1][first : first + len(tokens)])
+            at = end
+
+
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_threads_change_no_bit(weights: Weights, fused: Rig, num_threads: int) -> None:
+    several = make_rig(weights, weights.config, backend="fused", num_threads=num_threads)
+    for rows in ragged_steps([200, 150], seed=9, widths=[1, 1, 2, 4, 16]):
+        logits, streams = fused.run(*rows)
+        other_logits, other_streams = several.run(*rows)
+        assert torch.equal(logits, other_logits)
+        assert torch.equal(streams, other_streams)
+
+
+def test_only_the_rows_asked_for_are_returned(fused: Rig) -> None:
+    ids = ids_of(20, seed=3)
+    logits, streams = fused.run((0, 0, ids))
+    step = dataclasses.replace(
+        fused.step((0, 0, ids)),
+        logits_rows=torch.tensor([19, 4]),
+        hidden_rows=torch.tensor([7]),
+    )
+    out = fused.built.model.forward(step, fused.pools)
+    assert torch.equal(out.logits, logits[[19, 4]])
+    assert torch.equal(out.hiddens, streams[[7]])
+    none = dataclasses.replace(
+        step, logits_rows=step.logits_rows[:0], hidden_rows=step.hidden_rows[:0]
+    )
+    out = fused.built.model.forward(none, fused.pools)
+    assert out.logits.shape == (0, fused.config.vocab_size)
+    assert out.hiddens.shape[0] == 0
+
+
+def test_ties_in_the_indexer_go_to_the_lower_row(weights: Weights) -> None:
+    """With scores all zero both paths must take the first `index_topk` rows."""
+    changed = dict(weights)
+    for name in weights:
+        if name.endswith("indexer.weights_proj.weight"):
+            changed[name] = torch.zeros_like(weights[name])
+    ids = ids_of(200, seed=8)
+    mine = make_rig(changed, weights.config, backend="fused", num_threads=1).run((0, 0, ids))
+    theirs = make_rig(changed, weights.config, backend="torch").run((0, 0, ids))
+    assert_close(mine[0], theirs[0])
+
+
+def test_a_sequence_of_nan_leaves_its_neighbours_alone(weights: Weights) -> None:
+    bad = 300
+    changed = dict(weights)
+    changed["embed.weight"] = weights["embed.weight"].clone()
+    changed["embed.weight"][bad] = float("nan")
+    rig = make_rig(changed, weights.config, backend="fused", num_threads=2)
+    good = ids_of(150, seed=4)
+    alone = rig.run((0, 0, good[:140]))[0], rig.run((0, 140, good[140:]))[0]
+    poison = [bad, *ids_of(139, seed=6)]
+    logits, _ = rig.run((1, 0, good[:140]), (2, 0, poison))
+    assert torch.equal(logits[:140], alone[0])
+    assert logits[140].isnan().all()
+    logits, _ = rig.run((2, 140, good[:3]), (1, 140, good[140:]))
+    assert logits[:3].isnan().all()
+    assert torch.equal(logits[3:], alone[1])
+
+
+# ---------------------------------------------------------------------------------- draft block
+
+
+def rings(rig: Rig, max_width: int = 64) -> DrafterRing:
+    return DrafterRing.allocate(
+        rig.config, num_slots=3, max_width=max_width, device=CPU, dtype=torch.float32
+    )
+
+
+def block_inputs(rig: Rig, slot: int, length: int, lowest: int = 0) -> MtpInputs:
+    generator = torch.Generator().manual_seed(length)
+    hiddens = 3 * torch.randn(length, 4, rig.config.hidden_size, generator=generator)
+    return mtp_inputs(rig.built, slot, lowest, ids_of(length, seed=1), hiddens, lowest=lowest)
+
+
+def cut(inputs: MtpInputs, first: int, last: int) -> MtpInputs:
+    return MtpInputs(
+        **{f.name: getattr(inputs, f.name)[first:last] for f in dataclasses.fields(inputs)}
+    )
+
+
+@pytest.mark.parametrize("lowest", [0, 70])
+def test_draft_block_equals_the_twin(fused: Rig, twin: Rig, lowest: int) -> None:
+    inputs = block_inputs(twin, 1, 300, lowest)
+    mine, theirs = rings(fused), rings(twin)
+    assert fused.built.mtp is not None
+    assert twin.built.mtp is not None
+    at = 0
+    for width in random_widths(random.Random(2), 300, 1, 64):
+        part = cut(inputs, at, at + width)
+        a, b = fused.built.mtp.forward(part, mine), twin.built.mtp.forward(part, theirs)
+        assert_close(a.normed, b.normed)
+        assert_close(a.streams, b.streams)
+        logits = fused.built.lm_head.matmul(a.normed)
+        assert_close(logits, twin.built.lm_head.matmul(b.normed))
+        at += width
+    assert_close(mine.rows, theirs.rows)
+
+
+def test_draft_rows_do_not_depend_on_their_number(fused: Rig) -> None:
+    inputs = block_inputs(fused, 0, 200)
+    block = fused.built.mtp
+    assert block is not None
+    whole, written, stepped = rings(fused, 200), rings(fused, 200), rings(fused, 200)
+    out = block.forward(inputs, whole)
+    normed, streams = out.normed.clone(), out.streams.clone()
+    block.write_rows(inputs, written)
+    assert torch.equal(written.rows, whole.rows)
+    at = 0
+    for width in random_widths(random.Random(7), 200, 1, 9):
+        out = block.forward(cut(inputs, at, at + width), stepped)
+        assert torch.equal(out.normed, normed[at : at + width])
+        assert torch.equal(out.streams, streams[at : at + width])
+        at += width
+    assert torch.equal(stepped.rows, whole.rows)
+
+
+def test_recursion_may_feed_the_blocks_own_memory_back(fused: Rig, twin: Rig) -> None:
+    start = block_inputs(twin, 0, 1)
+    results = []
+    for rig in (fused, twin):
+        block, ring, inputs = rig.built.mtp, rings(rig), start
+        assert block is not None
+        for _ in range(4):
+            out = block.forward(inputs, ring)
+            inputs = dataclasses.replace(inputs, hiddens=out.streams, keys=inputs.keys + 1)
+        results.append(out.normed.clone())
+    assert_close(results[0], results[1])
+
+
+# ---------------------------------------------------------------------------------- dense table
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_dense_equals_the_twin(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(200, 96, generator=generator).to(dtype)
+    fused = numba_cpu.FusedDense(table, num_threads=2)
+    twin = DenseWeight(table, dtype=torch.float32)
+    x = torch.randn(19, 96, generator=generator)
+    every = fused.matmul(x)
+    assert every.shape == (19, 200)
+    assert_close(every, twin.matmul(x))
+    for rows in (1, 2, 7):
+        assert torch.equal(fused.matmul(x[:rows]), every[:rows])
+    assert torch.equal(fused.matmul(x, num_rows=70), every[:, :70])
+    assert fused.matmul(x[:0]).shape == (0, 200)
+    ids = torch.tensor([5, 199, 5])
+    assert torch.equal(fused.gather(ids), twin.gather(ids))
+
+
+# ------------------------------------------------------------------------------------- packing
+
+
+def unpacked(packed: Any, outputs: int, inputs: int) -> np.ndarray:
+    """What packed panels say the matrix is."""
+    from paceline.ops.numba_cpu.simd import BF16, FP4, FP4_BLOCK_BYTES
+
+    panels = -(-outputs // 64)
+    if packed.form == FP4:
+        blocks = packed.data.reshape(panels, inputs // 32, FP4_BLOCK_BYTES)
+        scale = 2.0 ** (blocks[..., :64].astype(float) - 127)
+        bytes_ = blocks[..., 64:].reshape(panels, inputs // 32, 8, 2, 16, 4)
+        codes = np.stack((bytes_ & 15, bytes_ >> 4), 4)  # panel, block, four, half, v, lane, k
+        table = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])
+        values = table[codes].transpose(0, 3, 4, 5, 1, 2, 6).reshape(panels, 64, -1, 32)
+        full = values * scale.transpose(0, 2, 1)[..., None]
+        return full.reshape(panels * 64, inputs)[:outputs]
+    if packed.form == BF16:
+        words = packed.data.view(np.uint16).reshape(panels, inputs, 2, 16, 2)
+        ordered = words.transpose(0, 2, 4, 3, 1).reshape(panels * 64, inputs).astype(np.uint32)
+        return (ordered << 16).view(np.float32)[:outputs]
+    floats = packed.data.view(np.float32).reshape(panels, inputs, 64)
+    return floats.transpose(0, 2, 1).reshape(panels * 64, inputs)[:outputs]
+
+
+def test_packing_keeps_every_number() -> None:
+    from paceline.ops.numba_cpu import pack, simd
+
+    generator = torch.Generator().manual_seed(0)
+    arena = pack.Arena()
+    full = torch.randn(80, 64, generator=generator)
+    for tensor, form in ((full, simd.FP32), (full.bfloat16(), simd.BF16)):
+        packed = pack.pack_matrix(arena, tensor)
+        assert packed.form == form
+        assert np.array_equal(unpacked(packed, 80, 64), tensor.float().numpy())
+    same = pack.pack_matrix(arena, full.bfloat16().float())
+    assert same.form == simd.BF16
+
+    grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    codes = torch.randint(0, 8, (2, 64, 96), generator=generator)
+    signs = torch.randint(0, 2, codes.shape, generator=generator) * 2 - 1
+    scales = 2.0 ** torch.randint(-20, 4, (2, 64, 3), generator=generator)
+    experts = (grid[codes] * signs * scales.repeat_interleave(32, -1)).bfloat16()
+    experts[0, 0, :32] = 0
+    packed = pack.pack_experts(arena, experts)
+    assert packed.form == (simd.FP4 if simd.has_vnni() else simd.BF16)
+    assert np.array_equal(unpacked(packed, 128, 96), experts.float().reshape(128, 96).numpy())
+    experts[1, 3, 40] = 2.5
+    assert pack.pack_experts(arena, experts).form == simd.BF16
+
+
+# -------------------------------------------------------------------------------------- refusals
+
+
+def test_other_dtypes_and_thread_counts_are_refused(fused: Rig, weights: Weights) -> None:
+    pools = dataclasses.replace(fused.pools, window=fused.pools.window.bfloat16())
+    with pytest.raises(ConfigError, match=r"bfloat16.*float32"):
+        fused.built.model.forward(step_inputs(fused.pools, [(0, 0, [9])]), pools)
+    with pytest.raises(ConfigError, match="num_threads is 0"):
+        numba_cpu.FusedDense(weights["head.weight"], num_threads=0)
+
+
+def test_shapes_it_does_not_serve_are_named() -> None:
+    config = preset_config("tiny")
+    assert numba_cpu.unsupported(config) == ""
+    assert numba_cpu.unsupported(preset_config("flash")) == ""
+    assert numba_cpu.unsupported(preset_config("pro")) == ""
+    odd = dataclasses.replace(config, hidden_size=96)
+    assert "hidden_size is 96" in numba_cpu.unsupported(odd)
+    assert "hc_mult is 2" in numba_cpu.unsupported(dataclasses.replace(config, hc_mult=2))
+
+
+def test_an_expert_count_and_picks_other_than_the_tiny_ones(tmp_path: Path) -> None:
+    """Experts beyond one panel of 32 scores, a sliding window other than 128, long index rows."""
+    path = write_tiny(tmp_path, n_routed_experts=40, num_experts_per_tok=3, index_topk=9)
+    weights = load_weights(path)
+    mine = make_rig(weights, weights.config, backend="fused", num_threads=1)
+    theirs = make_rig(weights, weights.config, backend="torch")
+    ids = ids_of(280, seed=2)
+    assert_close(mine.run((0, 0, ids))[0], theirs.run((0, 0, ids))[0])
