@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 CUDA = torch.device("cuda")
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_plain_torch_on_the_device_equals_the_cpu(tmp_path: Path) -> None:
     from support import make_rig, step_inputs, write_tiny
 

@@ -59,6 +59,7 @@ from paceline.ops.numba_cpu.simd import (
     v_fma,
     v_ld,
     v_ld_bf16,
+    v_log,
     v_max,
     v_mul,
     v_relu,
@@ -1216,12 +1217,20 @@ def _layer_phases(
 
 
 @kernel
+def _gathered(job: int, token: int, first: int, width: int, out: int) -> None:
+    """Channels first .. first + width of a token's embedding, as floats."""
+    table, form = ld_i64(job, Job.EMBED), ld_i64(job, Job.EMBED_FORM)
+    at = ld_i64(job, Job.HIDDEN) * token + first
+    for c in range(0, width, 16):
+        v_st(out, c, v_ld_bf16(table, at + c) if form == BF16 else v_ld(table, at + c))
+
+
+@kernel
 def _embed_phase(
     control: int, threads: int, base: int, job: int, private: int, function: int
 ) -> int:
     """Four equal streams of every row's embedding."""
     rows, hidden = ld_i64(job, Job.ROWS), ld_i64(job, Job.HIDDEN)
-    table, form = ld_i64(job, Job.EMBED), ld_i64(job, Job.EMBED_FORM)
     ids, streams = ld_i64(job, Job.IDS), ld_i64(job, Job.STREAMS)
     most = ld_i64(job, Job.VOCAB) - 1
     parts = private + ld_i64(job, Job.P_SEGMENT)
@@ -1232,9 +1241,9 @@ def _embed_phase(
         segment = task - base
         for row in range(rows):
             token = min(max(ld_i64(ids, row), 0), most)
-            at = hidden * token + 64 * segment
+            _gathered(job, token, 64 * segment, 64, parts)
             for c in range(0, 64, 16):
-                v = v_ld_bf16(table, at + c) if form == BF16 else v_ld(table, at + c)
+                v = v_ld(parts, c)
                 for k in range(4):
                     v_st(streams, hidden * (4 * row + k) + 64 * segment + c, v)
                     v_st(parts, 64 * k + c, v)
@@ -1253,6 +1262,7 @@ def _join_phases(
     rows, hidden = ld_i64(job, Job.ROWS), ld_i64(job, Job.HIDDEN)
     eps = ld_f32(ld_i64(job, Job.FLOATS), 0)
     embeds, hiddens = ld_i64(job, Job.EMBEDS_IN), ld_i64(job, Job.HIDDENS_IN)
+    ids = ld_i64(job, Job.IDS_IN)
     normed, joined = ld_i64(job, Job.NORMED), ld_i64(job, Job.HEAD_IN)
     end = base + rows
     done = 0
@@ -1260,7 +1270,12 @@ def _join_phases(
     while task >= 0:
         row = task - base
         at = 4 * hidden * row
-        _normed(embeds + at, ld_i64(job, Job.E_NORM), hidden, eps, normed + at)
+        embed = embeds + at
+        if ids:
+            embed = normed + at
+            token = min(max(ld_i64(ids, row), 0), ld_i64(job, Job.VOCAB) - 1)
+            _gathered(job, token, 0, hidden, embed)
+        _normed(embed, ld_i64(job, Job.E_NORM), hidden, eps, normed + at)
         for k in range(4):
             at = 4 * hidden * (4 * row + k)
             _normed(hiddens + at, ld_i64(job, Job.H_NORM), hidden, eps, joined + at)
@@ -1326,6 +1341,88 @@ def _final_phase(control: int, threads: int, base: int, job: int, private: int, 
 
 
 @kernel
+def _score_phase(control: int, threads: int, base: int, job: int, private: int) -> int:
+    """Logits of one row, and of each 512 the largest and the sum of exponentials below it."""
+    hidden, limit = ld_i64(job, Job.HIDDEN), ld_i64(job, Job.LIMIT)
+    form, weight = ld_i64(job, Job.HEAD_FORM), ld_i64(job, Job.HEAD)
+    size = _panel_bytes(form, hidden)
+    x, logits = ld_i64(job, Job.NORMED_OUT), ld_i64(job, Job.LOGITS_OUT)
+    end = base + (limit + 511) // 512
+    done = 0
+    task = _claim(control, end, threads)
+    while task >= 0:
+        first = 512 * (task - base)
+        last = min(first + 512, limit)
+        for o in range(first, last, 64):
+            panel = weight + size * (o // 64)
+            _product(job, private, form, panel, x, hidden, 1, hidden, logits + 4 * o, 64, 4)
+        for o in range(last, (last + 15) // 16 * 16):
+            st_f32(logits, o, _LOWEST)
+        best = v_set(_LOWEST)
+        for o in range(first, last, 16):
+            best = v_max(best, v_ld(logits, o))
+        top = v_top(best)
+        total = v_set(_ZERO)
+        for o in range(first, last, 16):
+            total = v_add(total, v_exp(v_sub(v_ld(logits, o), v_set(top))))
+        chunk = ld_i64(job, Job.CHUNKS) + 8 * (task - base)
+        st_f32(chunk, 0, top)
+        st_f32(chunk, 1, v_total(total))
+        done += 1
+        task = _claim(control, end, threads)
+    _settle(control, end, done, threads)
+    return end
+
+
+@kernel
+def _pick(job: int) -> bool:
+    """Note the best token of the scores and its log-probability; whether the chain goes on.
+
+    Every thread works it out for itself, from memory that no later step of the chain reuses.
+    """
+    limit, chunks = ld_i64(job, Job.LIMIT), ld_i64(job, Job.CHUNKS)
+    best, top = 0, ld_f32(chunks, 0)
+    for n in range(1, (limit + 511) // 512):
+        if ld_f32(chunks, 2 * n) > top:
+            best, top = n, ld_f32(chunks, 2 * n)
+    total = _ZERO
+    for n in range((limit + 511) // 512):
+        below = v_exp(v_set(ld_f32(chunks, 2 * n) - top))
+        total += ld_f32(chunks, 2 * n + 1) * v_top(below)
+    token = -1
+    log_prob = _LOWEST
+    # A NaN or an infinity anywhere makes the sum a NaN.
+    if total >= _ONE and top - top == _ZERO:
+        log_prob = -v_top(v_log(v_set(total)))
+        logits = ld_i64(job, Job.LOGITS_OUT)
+        token = 512 * best
+        while ld_f32(logits, token) != top:
+            token += 1
+    st_i64(ld_i64(job, Job.TOKEN_OUT), 0, token)
+    st_f32(ld_i64(job, Job.LOG_PROB_OUT), 0, log_prob)
+    return token >= 0 and log_prob >= ld_f32(ld_i64(job, Job.FLOATS), 6)
+
+
+@kernel
+def _chain(control: int, threads: int, base: int, job: int, private: int) -> int:
+    """Draft steps, each from the token and the streams of the one before."""
+    while job:
+        table = ld_i64(job, Job.LAYER_TABLE)
+        base = _join_phases(
+            control, threads, base, job, private, ld_i64(table, Layer.ATTN_FN)
+        )
+        base = _layer_phases(
+            control, threads, base, job, private, table, ld_i64(job, Job.FINAL_FN)
+        )
+        base = _final_phase(control, threads, base, job, private, ld_i64(job, Job.NORMED_OUT))
+        base = _score_phase(control, threads, base, job, private)
+        if not _pick(job):
+            break
+        job = ld_i64(job, Job.NEXT)
+    return base
+
+
+@kernel
 def _run(control: int, threads: int, base: int, job: int, private: int) -> int:
     """All phases of a job; returns the ticket after its last task."""
     kind = ld_i64(job, Job.KIND)
@@ -1346,6 +1443,8 @@ def _run(control: int, threads: int, base: int, job: int, private: int) -> int:
             ld_i64(job, Job.M_OUT_STRIDE),
             ld_i64(job, Job.M_PANELS),
         )
+    if kind == Kind.MTP_CHAIN:
+        return _chain(control, threads, base, job, private)
     layers, table = ld_i64(job, Job.LAYERS), ld_i64(job, Job.LAYER_TABLE)
     hidden = ld_i64(job, Job.HIDDEN)
     first = ld_i64(table, Layer.ATTN_FN)

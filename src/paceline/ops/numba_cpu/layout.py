@@ -17,6 +17,7 @@ class Kind(IntEnum):
     MTP = 1
     MTP_ROWS = 2
     MATMUL = 3
+    MTP_CHAIN = 4
 
 
 class Control(IntEnum):
@@ -133,6 +134,13 @@ class Job(IntEnum):
     LOGITS_OUT = 100
     HIDDENS_OUT = 101
     NORMED_OUT = 102
+    IDS_IN = 103
+    # A chain of draft steps, each with a job of its own.
+    NEXT = 104
+    TOKEN_OUT = 105
+    LOG_PROB_OUT = 106
+    CHUNKS = 107
+    LIMIT = 108
     # The caches.
     WINDOW_ROWS = 110
     RING_SLOTS = 111

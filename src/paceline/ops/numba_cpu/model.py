@@ -6,6 +6,7 @@ step's addresses into the job and has the team run it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -37,6 +38,7 @@ from paceline.types import ConfigError
 __all__ = ["FusedDense", "FusedModel", "FusedMtpBlock"]
 
 _FIRST_ANGLES = 8192
+_NOT_RUN = -2
 
 
 def _round_up(value: int, unit: int) -> int:
@@ -93,6 +95,7 @@ class _Fused:
                 c.swiglu_limit,
                 c.head_dim**-0.5,
                 c.index_head_dim**-0.5 * c.index_n_heads**-0.5,
+                -math.inf,
             ],
             np.float32,
         )
@@ -115,6 +118,7 @@ class _Fused:
         job[Job.SINKHORN] = c.hc_sinkhorn_iters
         job[Job.VOCAB] = c.vocab_size
         job[Job.FLOATS] = self._floats.ctypes.data
+        self._chain_jobs: list[npt.NDArray[np.int64]] = []
         self._plain = _Angles(config, compressed=False)
         self._long = _Angles(config, compressed=True) if kind == Kind.TARGET else None
         self._point_at_angles()
@@ -247,11 +251,14 @@ class _Fused:
 
     def _cover(self, positions: int) -> None:
         """Make every position below `positions` have its angles."""
+        if positions <= self._plain.positions:
+            return
         moved = self._plain.cover(positions)
         if self._long is not None:
             moved = self._long.cover(positions) or moved
         if moved:
             self._point_at_angles()
+            self._chain_jobs = []
 
     def _room(self, rows: int, cap: int, picked: int) -> None:
         """Make scratch for `rows` rows at positions below `cap`, `picked` of them choosing rows."""
@@ -543,12 +550,23 @@ class FusedMtpBlock(_Fused):
         job[Job.FINAL_FN], job[Job.FINAL_AFFINE] = self._mixer("mtp.0.hc_head")
         job[Job.FINAL_NORM] = self._vector("mtp.0.norm.weight")
         self._finish([self._layer("mtp.0", ratio=0, window=0, kind_index=0)])
+        self._ring: DrafterRing | None = None
+        self._chain_limit = 0
 
     def _grown(self, rows: int) -> None:
         self._streams = torch.zeros((rows, 4, self.config.hidden_size))
         self._normed = torch.zeros((rows, self.config.hidden_size))
         self._job[Job.HIDDENS_OUT] = self._streams.data_ptr()
         self._job[Job.NORMED_OUT] = self._normed.data_ptr()
+        self._chain_jobs = []
+
+    def _use(self, ring: DrafterRing) -> None:
+        job = self._job
+        job[Job.WINDOW_ROWS] = self._check(ring.rows, "the draft ring")
+        job[Job.RING_SLOTS] = ring.rows.shape[0]
+        job[Job.RING] = ring.rows.shape[1]
+        self._ring = ring
+        self._chain_jobs = []
 
     def _post(self, inputs: MtpInputs, ring: DrafterRing, kind: Kind) -> int:
         rows = inputs.keys.shape[0]
@@ -556,23 +574,130 @@ class FusedMtpBlock(_Fused):
             return 0
         embeds = inputs.embeds.float().contiguous()
         hiddens = inputs.hiddens.float().contiguous()
-        self._room(rows, 0, 0)
-        self._cover(int(inputs.keys.max()) + 1)
+        self._ready(inputs.keys, ring)
         job = self._job
         job[Job.KIND] = kind
         job[Job.ROWS] = rows
-        job[Job.POSITIONS] = job[Job.IDS] = _address(inputs.keys)
+        job[Job.POSITIONS] = _address(inputs.keys)
         job[Job.SLOTS] = _address(inputs.slots)
         job[Job.FIRST] = _address(inputs.first_keys)
+        job[Job.IDS_IN] = 0
         job[Job.EMBEDS_IN] = embeds.data_ptr()
         job[Job.HIDDENS_IN] = hiddens.data_ptr()
         job[Job.LOGITS] = job[Job.HIDDENS] = rows
         job[Job.LOGITS_ROWS] = job[Job.HIDDEN_ROWS] = job[Job.IOTA]
-        job[Job.WINDOW_ROWS] = self._check(ring.rows, "the draft ring")
-        job[Job.RING_SLOTS] = ring.rows.shape[0]
-        job[Job.RING] = ring.rows.shape[1]
         self._team.run(job)
         return rows
+
+    def _ready(self, keys: torch.Tensor, ring: DrafterRing, beyond: int = 0) -> None:
+        """Scratch and angles for rows of these keys and `beyond` more positions."""
+        self._room(keys.shape[0], 0, 0)
+        if self._plain.positions < self.config.max_position_embeddings or beyond:
+            self._cover(int(keys.max()) + 1 + beyond)
+        if ring is not self._ring:
+            self._use(ring)
+
+    def draft_greedy(
+        self,
+        *,
+        ids: torch.Tensor,
+        hiddens: torch.Tensor,
+        keys: torch.Tensor,
+        slots: torch.Tensor,
+        first_keys: torch.Tensor,
+        ring: DrafterRing,
+        embed_tokens: FusedDense,
+        lm_head: FusedDense,
+        num_rows: int,
+        count: int,
+        min_log_prob: float = -math.inf,
+    ) -> list[tuple[int, float]]:
+        """Draft a chain for one sequence in one call: what `forward` and the head give in turn.
+
+        Rows as in `MtpInputs`, all of one sequence, with token ids for embeddings. All but the last
+        are written only; the last gives the first draft, and each draft's own row the next.
+
+        Args:
+            ids, keys, slots, first_keys: [R] int64; hiddens: [R, hc_mult, hidden] fp32.
+            ring: receives the rows.
+            embed_tokens, lm_head: the trunk's.
+            num_rows: drafts are taken from the first so many ids; 0: from all.
+            count: most drafts, at least 1.
+            min_log_prob: a draft less likely than this ends the chain.
+
+        Returns:
+            (id, log-probability) of each draft, at most `count`. The last may be the one that ended
+            the chain: less likely than asked, or -1 where the scores were not finite. Rows of the
+            chain were written for keys[-1] on, one for each entry.
+        """
+        rows = keys.shape[0]
+        self._ready(keys, ring, count)
+        job = self._job
+        job[Job.EMBED] = embed_tokens.table.data_ptr()
+        job[Job.EMBED_FORM] = BF16 if embed_tokens.table.dtype == torch.bfloat16 else FP32
+        limit = num_rows or lm_head.num_rows
+        if len(self._chain_jobs) < count or self._chain_limit != limit:
+            self._make_chain(max(count, 8), lm_head, limit)
+        if rows > 1:
+            job[Job.KIND] = Kind.MTP_ROWS
+            job[Job.ROWS] = rows - 1
+            job[Job.IDS_IN] = _address(ids)
+            job[Job.HIDDENS_IN] = self._check(hiddens, "the streams")
+            job[Job.POSITIONS] = _address(keys)
+            job[Job.SLOTS] = _address(slots)
+            job[Job.FIRST] = _address(first_keys)
+            self._team.run(job)
+        last = 8 * (rows - 1)
+        first = self._chain_jobs[0]
+        first[Job.IDS_IN] = _address(ids) + last
+        first[Job.HIDDENS_IN] = self._check(hiddens[rows - 1], "the streams")
+        key, lowest, length = int(keys[rows - 1]), int(first_keys[rows - 1]), ring.rows.shape[1]
+        words = self._chain_words
+        words[0, :count] = key + self._chain_steps[:count]
+        words[1, :count] = slots[rows - 1]
+        words[2, :count] = np.maximum(lowest, words[0, :count] - (length - 1))
+        words[3, :count] = _NOT_RUN
+        self._floats[6] = min_log_prob
+        for n in range(count):
+            self._chain_jobs[n][Job.NEXT] = (
+                self._chain_jobs[n + 1].ctypes.data if n + 1 < count else 0
+            )
+        self._team.run(first)
+        tokens: list[int] = words[3, :count].tolist()
+        drawn = count if _NOT_RUN not in tokens else tokens.index(_NOT_RUN)
+        return list(zip(tokens[:drawn], self._chain_log_probs[:drawn].tolist(), strict=True))
+
+    def _make_chain(self, count: int, lm_head: FusedDense, limit: int) -> None:
+        """A job for each step of a chain; what a step leaves for later ones is its own."""
+        self._chain_limit = limit
+        self._chain_steps = np.arange(count)
+        self._chain_words = np.zeros((4, count), np.int64)
+        self._chain_log_probs = np.zeros(count, np.float32)
+        chunks = -(-limit // 512)
+        self._chain_chunks = np.zeros((count, chunks, 2), np.float32)
+        self._chain_logits = np.zeros((count, 64 * -(-limit // 64)), np.float32)
+        base, job = int(self._chain_words.ctypes.data), self._job
+        self._chain_jobs = []
+        for n in range(count):
+            own = job.copy()
+            own[Job.KIND] = Kind.MTP_CHAIN
+            own[Job.ROWS] = own[Job.LOGITS] = 1
+            own[Job.HIDDENS] = 0
+            own[Job.LOGITS_ROWS] = own[Job.HIDDEN_ROWS] = own[Job.IOTA]
+            own[Job.POSITIONS] = base + 8 * n
+            own[Job.SLOTS] = base + 8 * (count + n)
+            own[Job.FIRST] = base + 8 * (2 * count + n)
+            own[Job.TOKEN_OUT] = base + 8 * (3 * count + n)
+            if n:
+                own[Job.IDS_IN] = base + 8 * (3 * count + n - 1)
+                own[Job.HIDDENS_IN] = job[Job.STREAMS]
+            own[Job.LOG_PROB_OUT] = self._chain_log_probs[n:].ctypes.data
+            own[Job.CHUNKS] = self._chain_chunks[n].ctypes.data
+            own[Job.LOGITS_OUT] = self._chain_logits[n].ctypes.data
+            own[Job.LIMIT] = limit
+            own[Job.HEAD] = lm_head.packed.address
+            own[Job.HEAD_FORM] = lm_head.packed.form
+            self._chain_jobs.append(own)
 
     def forward(self, inputs: MtpInputs, ring: DrafterRing) -> MtpOutput:
         """Write keys, attend, return every row's output.

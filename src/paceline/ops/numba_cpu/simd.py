@@ -53,6 +53,7 @@ __all__ = [
     "v_fma",
     "v_ld",
     "v_ld_bf16",
+    "v_log",
     "v_max",
     "v_mul",
     "v_relu",
@@ -376,6 +377,7 @@ v_div = _define(_V, (_V, _V), lambda b, x, y: b.fdiv(x, y))
 v_fma = _define(_V, (_V, _V, _V), _fma)
 v_max = _define(_V, (_V, _V), _larger)
 v_relu = _define(_V, (_V,), lambda b, x: _larger(b, x, _const(0.0)))
+v_log = _define(_V, (_V,), _log)
 v_exp = _define(_V, (_V,), _exp)
 v_sqrt = _define(_V, (_V,), lambda b, x: _call(b, "llvm.sqrt.v16f32", _vf, x))
 v_softplus = _define(_V, (_V,), _softplus)
