@@ -1,17 +1,17 @@
 """Values that cross layers, and the errors; knows no tensor at run time.
 
-    PacelineError
-    ├── CheckpointError     files, tensors or tokenizer that cannot be served
-    ├── ConfigError         a configuration value outside what is allowed
-    ├── RequestError        one request's input is bad; others are untouched
-    ├── UnsupportedError    understood, but not served by this version
-    └── GenerationError     one request failed while it ran
+PacelineError
+├── CheckpointError     files, tensors or tokenizer that cannot be served
+├── ConfigError         a configuration value outside what is allowed
+├── RequestError        one request's input is bad; others are untouched
+├── UnsupportedError    understood, but not served by this version
+└── GenerationError     one request failed while it ran
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NewType
 
 if TYPE_CHECKING:
@@ -74,16 +74,13 @@ class GenerationError(PacelineError, RuntimeError):
     """A request that failed while it ran, for example on non-finite logits."""
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why a sequence ended; the values are OpenAI's and vLLM's words."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 _NOT_SERVED: dict[str, Any] = {

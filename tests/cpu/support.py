@@ -122,7 +122,9 @@ def random_widths(rng: random.Random, total: int, low: int = 1, high: int = 16) 
     return widths
 
 
-def visible_cache(pools: CachePools, slot: int, length: int, window: int) -> dict[str, torch.Tensor]:
+def visible_cache(
+    pools: CachePools, slot: int, length: int, window: int
+) -> dict[str, torch.Tensor]:
     """Everything a step at committed length `length` can read of a sequence, in order."""
     back = torch.arange(max(0, length - (window - 1)), length)
     seen = {"window": pools.window[:, slot][:, back % pools.window.shape[2]].clone()}

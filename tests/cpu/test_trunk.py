@@ -59,9 +59,7 @@ def test_whole_prefill_equals_transformers(
     assert streams.shape == (LENGTH, rig.config.hc_mult, rig.config.hidden_size)
 
 
-def test_streams_are_those_of_the_last_layer_before_collapse(
-    rig: Rig, tiny_reference: Any
-) -> None:
+def test_streams_are_those_of_the_last_layer_before_collapse(rig: Rig, tiny_reference: Any) -> None:
     held: list[torch.Tensor] = []
     hook = tiny_reference.model.layers[-1].register_forward_hook(
         lambda _m, _i, out: held.append(out[0] if isinstance(out, tuple) else out)
@@ -128,9 +126,7 @@ def test_rejected_rows_leave_no_trace_in_any_cache(
 ) -> None:
     rng = random.Random(seed)
     # The smallest rings the widest step allows: one row fewer would show.
-    rig = make_rig(
-        tiny_weights, tiny_weights.config, backend=backend, max_seq_len=640, max_width=9
-    )
+    rig = make_rig(tiny_weights, tiny_weights.config, backend=backend, max_seq_len=640, max_width=9)
     ids = ids_of(640, seed=seed)
     length = 0
     steps = 0
@@ -201,7 +197,7 @@ def test_equal_scores_go_to_the_lower_row(tiny_weights: Weights, backend: str) -
             flat[name] = torch.zeros_like(flat[name])
     ids = ids_of(300)
     config = tiny_weights.config
-    for changed in (range(0, 4), range(200, 204)):
+    for changed in (range(4), range(200, 204)):
         # Tokens of an early window are read by the last query, those of a late one are not once
         # they have left the 128-token window: 200 .. 203 stand in row 50 of 16 chosen.
         rig = make_rig(flat, config, backend=backend, max_seq_len=384)

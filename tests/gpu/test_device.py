@@ -65,13 +65,11 @@ def test_plain_torch_on_the_device_equals_the_cpu(tmp_path: Path) -> None:
     assert streams.shape[0] == 400
 
 
-@pytest.mark.parametrize(("dtype", "margin"), [("float32", 2e-3), ("bfloat16", 0.5)])
+@pytest.mark.parametrize(("dtype", "margin"), [("float32", 2e-3), ("bfloat16", 1.5)])
 def test_tokens_equal_the_cpus_up_to_near_ties(dtype: str, margin: float) -> None:
     from device import compare, read_prompts
 
-    result = compare(
-        device="cuda", dtype=dtype, num_drafts=3, prompts=read_prompts(8), tokens=240
-    )
+    result = compare(device="cuda", dtype=dtype, num_drafts=3, prompts=read_prompts(8), tokens=240)
     for entry in result["differences"]:
         print(entry)
     assert result["largest_margin"] < margin

@@ -17,7 +17,7 @@ import torch
 from paceline.cache.drafter import DrafterRing
 from paceline.config import ModelConfig
 from paceline.draft.proposer import DraftProposer
-from paceline.models.step import MtpBlock, MtpInputs
+from paceline.models.step import ChainingMtpBlock, MtpBlock, MtpInputs
 from paceline.ops.dense import DenseWeight
 from paceline.types import (
     MAX_NUM_DRAFTS,
@@ -157,6 +157,9 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         self._max_seq_len = max_seq_len
         self._fold_catchup = fold_catchup
         self._confidence = confidence
+        self._chaining: ChainingMtpBlock | None = None
+        if isinstance(module, ChainingMtpBlock) and module.can_chain(embed_tokens, lm_head):
+            self._chaining = module
         self._window = config.sliding_window
         self._streams_shape = (config.hc_mult, config.hidden_size)
 
@@ -537,7 +540,10 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
                 live.append(i)
         if live:
             masks = {i: mask for i in live if (mask := requests[i].grammar_bitmask) is not None}
-            self._chain(requests, states, wanted, live, masks, tokens, log_probs)
+            if self._chaining is not None and len(live) == 1 and not masks:
+                self._chain_one(requests, states, wanted, live[0], tokens, log_probs)
+            else:
+                self._chain(requests, states, wanted, live, masks, tokens, log_probs)
         drafts = []
         for i, (state, some) in enumerate(zip(states, tokens, strict=True)):
             state.last_num_drafted = len(some)
@@ -597,6 +603,44 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
             output = self.module.forward(self._inputs(len(live)), self.ring)
             normed, streams = output.normed, output.streams
             first = False
+
+    def _chain_one(
+        self,
+        requests: Sequence[DraftRequest],
+        states: Sequence[DeepseekV4MtpState],
+        wanted: list[int],
+        i: int,
+        tokens: list[list[int]],
+        log_probs: list[list[float]] | None,
+    ) -> None:
+        """`_chain` of the one sequence i, by a block that runs it in one call."""
+        assert self._chaining is not None
+        state = states[i]
+        _, count = self._place_first(requests, states, [i])
+        ids, keys, slots, first_keys = self._rows.upload(count)
+        drawn = self._chaining.draft_greedy(
+            ids=ids,
+            hiddens=self._hiddens[:count],
+            keys=keys,
+            slots=slots,
+            first_keys=first_keys,
+            ring=self.ring,
+            embed_tokens=self._embed_tokens,
+            lm_head=self._lm_head,
+            num_rows=self._vocab_rows,
+            count=wanted[i],
+            min_log_prob=-math.inf,
+        )
+        for n, (token, log_prob) in enumerate(drawn):
+            if n:
+                state.last_key += 1
+                self._mark_written(state, state.last_key)
+            if token < 0:
+                self._end_chain(state, first=n == 0, masked=False)
+                return
+            tokens[i].append(token)
+            if log_probs is not None:
+                log_probs[i].append(log_prob)
 
     def _place_first(
         self,

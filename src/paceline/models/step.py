@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from paceline.cache.drafter import DrafterRing
 from paceline.cache.pools import CachePools
+from paceline.ops.dense import DenseWeight
 
-__all__ = ["MtpBlock", "MtpInputs", "MtpOutput", "StepInputs", "TargetModel", "TargetOutput"]
+__all__ = [
+    "ChainingMtpBlock",
+    "MtpBlock",
+    "MtpInputs",
+    "MtpOutput",
+    "StepInputs",
+    "TargetModel",
+    "TargetOutput",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,4 +119,40 @@ class MtpBlock(Protocol):
 
     def write_rows(self, inputs: MtpInputs, ring: DrafterRing) -> None:
         """Write the rows' keys only; equal to what `forward` writes, at a fraction of the cost."""
+        ...
+
+
+@runtime_checkable
+class ChainingMtpBlock(MtpBlock, Protocol):
+    """A draft block that also runs a whole greedy chain of one sequence in one call."""
+
+    def can_chain(self, embed_tokens: DenseWeight, lm_head: DenseWeight) -> bool:
+        """Whether `draft_greedy` takes these tables."""
+        ...
+
+    def draft_greedy(
+        self,
+        *,
+        ids: torch.Tensor,
+        hiddens: torch.Tensor,
+        keys: torch.Tensor,
+        slots: torch.Tensor,
+        first_keys: torch.Tensor,
+        ring: DrafterRing,
+        embed_tokens: DenseWeight,
+        lm_head: DenseWeight,
+        num_rows: int,
+        count: int,
+        min_log_prob: float,
+    ) -> list[tuple[int, float]]:
+        """Draft at most `count` tokens: what `forward`, the head and the best id give in turn.
+
+        Rows as in `MtpInputs`, all of one sequence, with ids [R] for embeddings. All but the last
+        are written only; the last gives the first draft, and each draft's own row the next.
+
+        Returns:
+            (id, log-probability) of each draft. The last may be the one that ended the chain: less
+            likely than `min_log_prob`, or -1 where the scores were not finite. One row was written
+            for each entry, for keys[-1] and on.
+        """
         ...

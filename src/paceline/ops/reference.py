@@ -44,7 +44,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.linear(x, weight)
     rows = x.shape[0]
     padded = F.pad(x, (0, 0, 0, -rows % ROW_TILE))
-    tiles = [F.linear(tile, weight) for tile in padded.split(ROW_TILE)]
+    tiles = [F.linear(tile, weight) for tile in torch.split(padded, ROW_TILE)]
     return (tiles[0] if len(tiles) == 1 else torch.cat(tiles))[:rows]
 
 
@@ -54,7 +54,7 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
-    """x sigmoid(x)."""
+    """Return x times sigmoid(x)."""
     return x / (1 + torch.exp(-x))
 
 

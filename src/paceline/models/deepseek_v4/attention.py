@@ -120,9 +120,7 @@ class Indexer:
         self.freqs = freqs
         self.wq_b = weights[f"{prefix}.wq_b.weight"]
         self.weights_proj = weights[f"{prefix}.weights_proj.weight"]
-        self.compressor = Compressor(
-            weights, f"{prefix}.compressor", config, ratio=4, freqs=freqs
-        )
+        self.compressor = Compressor(weights, f"{prefix}.compressor", config, ratio=4, freqs=freqs)
 
     def select(
         self,
@@ -134,7 +132,9 @@ class Indexer:
         """Choose rows for each query.
 
         Args:
-            x_RD: the layer's input; qr: [R, q_lora] normed query latent; positions: [R].
+            x_RD: the layer's input.
+            qr: [R, q_lora] normed query latent.
+            positions: [R] int64.
             rows: [R, C, index_head_dim] fp32 index rows of each query's sequence, in order.
 
         Returns:

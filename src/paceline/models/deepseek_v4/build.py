@@ -76,15 +76,19 @@ def build(
     if backend != "torch" and not why_not:
         from paceline.ops.numba_cpu import FusedDense, FusedModel, FusedMtpBlock
 
-        embed: DenseWeight = FusedDense(weights["embed.weight"], num_threads=num_threads)
-        head: DenseWeight = FusedDense(weights["head.weight"], num_threads=num_threads)
+        fused_embed = FusedDense(weights["embed.weight"], num_threads=num_threads)
+        fused_head = FusedDense(weights["head.weight"], num_threads=num_threads)
         return Built(
             model=FusedModel(
-                weights, config, embed_tokens=embed, lm_head=head, num_threads=num_threads
+                weights,
+                config,
+                embed_tokens=fused_embed,
+                lm_head=fused_head,
+                num_threads=num_threads,
             ),
             mtp=FusedMtpBlock(weights, config, num_threads=num_threads) if has_mtp else None,
-            embed_tokens=embed,
-            lm_head=head,
+            embed_tokens=fused_embed,
+            lm_head=fused_head,
             backend="fused",
         )
     weights = {name: tensor.to(device) for name, tensor in weights.items()}

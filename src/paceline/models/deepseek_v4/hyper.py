@@ -59,7 +59,7 @@ class HyperConnection:
 
 
 class Collapse:
-    """Streams to one vector (`hc_head`): weights `{prefix}hc_head_fn` [k, k D], `_base`, `_scale`."""
+    """`hc_head`, streams to one vector: `{prefix}hc_head_fn` [k, k D], `_base`, `_scale`."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor], prefix: str, config: ModelConfig):
         self.fn = weights[f"{prefix}hc_head_fn"]

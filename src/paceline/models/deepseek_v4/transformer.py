@@ -112,9 +112,7 @@ def _twice(inputs: StepInputs) -> StepInputs:
     """The same row two times; both write the same values to the same places."""
     return dataclasses.replace(
         inputs,
-        **{
-            name: torch.cat((value, value))
-            for name in ("ids", "positions", "slots")
-            for value in (getattr(inputs, name),)
-        },
+        ids=torch.cat((inputs.ids, inputs.ids)),
+        positions=torch.cat((inputs.positions, inputs.positions)),
+        slots=torch.cat((inputs.slots, inputs.slots)),
     )

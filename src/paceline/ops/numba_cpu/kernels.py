@@ -1408,12 +1408,8 @@ def _chain(control: int, threads: int, base: int, job: int, private: int) -> int
     """Draft steps, each from the token and the streams of the one before."""
     while job:
         table = ld_i64(job, Job.LAYER_TABLE)
-        base = _join_phases(
-            control, threads, base, job, private, ld_i64(table, Layer.ATTN_FN)
-        )
-        base = _layer_phases(
-            control, threads, base, job, private, table, ld_i64(job, Job.FINAL_FN)
-        )
+        base = _join_phases(control, threads, base, job, private, ld_i64(table, Layer.ATTN_FN))
+        base = _layer_phases(control, threads, base, job, private, table, ld_i64(job, Job.FINAL_FN))
         base = _final_phase(control, threads, base, job, private, ld_i64(job, Job.NORMED_OUT))
         base = _score_phase(control, threads, base, job, private)
         if not _pick(job):

@@ -597,6 +597,10 @@ class FusedMtpBlock(_Fused):
         if ring is not self._ring:
             self._use(ring)
 
+    def can_chain(self, embed_tokens: DenseWeight, lm_head: DenseWeight) -> bool:
+        """Whether `draft_greedy` takes these tables: those of this package."""
+        return isinstance(embed_tokens, FusedDense) and isinstance(lm_head, FusedDense)
+
     def draft_greedy(
         self,
         *,
@@ -606,30 +610,18 @@ class FusedMtpBlock(_Fused):
         slots: torch.Tensor,
         first_keys: torch.Tensor,
         ring: DrafterRing,
-        embed_tokens: FusedDense,
-        lm_head: FusedDense,
+        embed_tokens: DenseWeight,
+        lm_head: DenseWeight,
         num_rows: int,
         count: int,
         min_log_prob: float = -math.inf,
     ) -> list[tuple[int, float]]:
-        """Draft a chain for one sequence in one call: what `forward` and the head give in turn.
+        """Draft a chain of one sequence in one call; see `ChainingMtpBlock.draft_greedy`.
 
-        Rows as in `MtpInputs`, all of one sequence, with token ids for embeddings. All but the last
-        are written only; the last gives the first draft, and each draft's own row the next.
-
-        Args:
-            ids, keys, slots, first_keys: [R] int64; hiddens: [R, hc_mult, hidden] fp32.
-            ring: receives the rows.
-            embed_tokens, lm_head: the trunk's.
-            num_rows: drafts are taken from the first so many ids; 0: from all.
-            count: most drafts, at least 1.
-            min_log_prob: a draft less likely than this ends the chain.
-
-        Returns:
-            (id, log-probability) of each draft, at most `count`. The last may be the one that ended
-            the chain: less likely than asked, or -1 where the scores were not finite. Rows of the
-            chain were written for keys[-1] on, one for each entry.
+        Raises:
+            ConfigError: ring or streams are not fp32.
         """
+        assert isinstance(lm_head, FusedDense)
         rows = keys.shape[0]
         self._ready(keys, ring, count)
         job = self._job

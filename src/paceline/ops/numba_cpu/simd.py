@@ -177,7 +177,7 @@ _HIGHEST = 88.0
 
 
 def _exp(builder: Any, x: Any) -> Any:
-    """Exponential to about one unit in the last place; 0 below -87, exp(88) above 88, NaN for NaN."""
+    """Exponential to about one unit in the last place; 0 below -87, exp(88) above 88."""
     clamped = _smaller(builder, _larger(builder, x, _const(_LOWEST)), _const(_HIGHEST))
     shifted = _fma(builder, clamped, _const(1.4426950408889634), _const(_ROUND))
     whole = builder.fsub(shifted, _const(_ROUND))

@@ -1,0 +1,1 @@
+"""Caches by absolute position: who holds what, the memory, and lengths."""
