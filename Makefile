@@ -16,14 +16,14 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python scripts/numbers.py --check
+	$(BIN)/python scripts/update_numbers.py --check
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 numbers: $(VENV)/.installed
-	$(BIN)/python scripts/numbers.py
+	$(BIN)/python scripts/update_numbers.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

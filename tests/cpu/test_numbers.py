@@ -25,7 +25,7 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-numbers = load(ROOT / "scripts" / "numbers.py")
+numbers = load(ROOT / "scripts" / "update_numbers.py")
 common = load(ROOT / "benchmarks" / "common.py")
 
 

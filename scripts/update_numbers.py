@@ -1,7 +1,7 @@
 """Write measured numbers into README.md and docs/ from benchmarks/results, and keep others out.
 
-    python scripts/numbers.py            rewrite the marked regions
-    python scripts/numbers.py --check    change nothing, fail where a region or a line is wrong
+    python scripts/update_numbers.py            rewrite the marked regions
+    python scripts/update_numbers.py --check    change nothing, fail where a region or a line is wrong
 
 A region stands between ``<!-- numbers:NAME -->`` and ``<!-- /numbers -->``, in a line of its own or
 inside a sentence. Its content is made from one result file, so it never mixes commits. Outside of
@@ -259,7 +259,121 @@ def acceptance_sentence(result: Result) -> str:
     )
 
 
+def training_quality(result: Result) -> str:
+    """Held-out loss and accuracies by kind of text."""
+    rows = []
+    for kind, value in result["classes"].items():
+        rows.append(
+            [
+                kind,
+                f"{value['tokens']:,}",
+                f"{value['loss']:.3f}",
+                f"{100 * value['accuracy']:.1f} %",
+                *(f"{100 * d['agrees_with_text']:.1f} %" for d in value["drafts"]),
+                *(f"{100 * d['agrees_with_model']:.1f} %" for d in value["drafts"]),
+            ]
+        )
+    depths = range(1, len(next(iter(result["classes"].values()))["drafts"]) + 1)
+    header = ["held-out text", "tokens", "nats per token", "next token right"]
+    header += [f"MTP right, depth {d}" for d in depths]
+    header += [f"MTP agrees with the trunk, depth {d}" for d in depths]
+    return markdown(header, rows)
+
+
+def training_cost(result: Result) -> str:
+    """What rounding the experts to fp4 costs."""
+    cost = result["summary"]["fp4_cost_nats"]
+    return (
+        f"The rounded checkpoint's held-out loss minus the unrounded weights' is {cost:+.4f} "
+        "nats per token: training saw the rounded weights, so they are the better ones"
+        if cost < 0
+        else f"Rounding costs {cost:.4f} nats per token on held-out text"
+    )
+
+
+def training_run(result: Result) -> str:
+    """Length of the run."""
+    args = result["args"]
+    first, *others = json.loads(args["mtp_weights"])
+    later = " and ".join(str(weight) for weight in others)
+    return (
+        f"{result['step']:,} steps of {args['batch']} rows of {args['length']} tokens, "
+        f"{result['tokens'] / 1e6:.0f} million tokens in all, {result['minutes']:.1f} minutes on "
+        f"one H200; MTP loss weight {first} at depth 1 and {later} at depths 2 and 3"
+    )
+
+
+def training_corpus(result: Result) -> str:
+    """Kinds of text trained on."""
+    tokens = result["documents_tokens"]["by_kind"]
+    rows = [
+        [kind, f"{result['bytes'][kind] / 1e6:.0f}", f"{count / 1e6:.1f}"]
+        for kind, count in sorted(tokens.items(), key=lambda item: -item[1])
+    ]
+    return markdown(["kind", "MB", "million tokens"], rows)
+
+
+def training_sources(result: Result) -> str:
+    """Every source with version and licence."""
+    rows = [
+        [s["name"], s["version"], s["licence"], s["role"], f"{s['bytes'] / 1e6:.1f}"]
+        for s in result["sources"]
+    ]
+    return markdown(["source", "version", "licence", "role", "MB"], rows, left=4)
+
+
+def device_summary(result: Result) -> str:
+    """Tokens that differ from the CPU's."""
+    rows = [
+        [
+            one["dtype"],
+            str(one["num_drafts"]) if one["num_drafts"] else "off",
+            f"{one['tokens']:,}",
+            str(len(one["differences"])),
+            f"{one['largest_margin']:.3f}",
+        ]
+        for one in result["comparisons"]
+    ]
+    header = ["dtype", "drafts", "tokens", "differ from the CPU's", "largest margin lost"]
+    return markdown(header, rows)
+
+
+def device_differences(result: Result) -> str:
+    """Each near-tie."""
+    rows = [
+        [
+            f"{one['dtype']}, {one['num_drafts'] or 'off'}",
+            str(d["prompt"]),
+            str(d["position"]),
+            str(d["cpu"]),
+            str(d["device"]),
+            f"{d['margin']:.3f}",
+            f"{d['logit_std']:.2f}",
+        ]
+        for one in result["comparisons"]
+        for d in one["differences"]
+    ]
+    header = ["run", "prompt", "position", "CPU's id", "device's id", "margin", "spread of logits"]
+    return markdown(header, rows)
+
+
+def device_environment(result: Result) -> str:
+    """Where and when."""
+    return (
+        f"{result['device']}, torch {result['torch']}, Python {result['python']}, "
+        f"{result['date']}, commit `{result['commit'][:12]}`; `{result['command']}`"
+    )
+
+
 RENDER: dict[str, tuple[str, Callable[[Result], str]]] = {
+    "training-quality": ("training-eval", training_quality),
+    "training-cost": ("training-eval", training_cost),
+    "training-run": ("training", training_run),
+    "training-corpus": ("../../recipes/corpus_manifest", training_corpus),
+    "training-sources": ("../../recipes/corpus_manifest", training_sources),
+    "device-summary": ("device", device_summary),
+    "device-differences": ("device", device_differences),
+    "device-environment": ("device", device_environment),
     "decode-sentence": ("decode", decode_sentence),
     "decode-summary": ("decode", decode_summary),
     "decode-batch-1": ("decode", lambda result: decode_table(result, 1)),
@@ -337,7 +451,9 @@ def stray_figures(text: str) -> Iterator[tuple[int, str]]:
 
 def documents(root: Path) -> list[Path]:
     """The documents that are kept."""
-    return [p for p in [root / "README.md", *sorted((root / "docs").glob("**/*.md"))] if p.exists()]
+    card = root / "src" / "paceline" / "bundled" / "MODEL_CARD.md"
+    pages = [root / "README.md", card, *sorted((root / "docs").glob("**/*.md"))]
+    return [page for page in pages if page.exists()]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -358,7 +474,7 @@ def main(arguments: list[str] | None = None) -> int:
             wrong = True
             continue
         if fresh != text and args.check:
-            print(f"{name}: numbers are out of date; run scripts/numbers.py", file=sys.stderr)
+            print(f"{name}: numbers are out of date; run scripts/update_numbers.py", file=sys.stderr)
             lines = difflib.unified_diff(
                 text.splitlines(), fresh.splitlines(), "stored", "from results", lineterm="", n=0
             )
