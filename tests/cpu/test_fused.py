@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,12 +24,13 @@ from support import (
 )
 
 from paceline.cache.drafter import DrafterRing
+from paceline.draft.deepseek_v4 import DeepseekV4MtpHead
 from paceline.models.deepseek_v4.checkpoint import Weights, load_weights
 from paceline.models.deepseek_v4.synth import preset_config, write_synthetic
-from paceline.models.step import MtpInputs
+from paceline.models.step import ChainingMtpBlock, MtpInputs
 from paceline.ops import numba_cpu
 from paceline.ops.dense import DenseWeight
-from paceline.types import ConfigError
+from paceline.types import ConfigError, DraftRequest
 
 pytestmark = pytest.mark.skipif(not numba_cpu.available(), reason=numba_cpu.why_not())
 
@@ -257,6 +259,117 @@ def test_recursion_may_feed_the_blocks_own_memory_back(fused: Rig, twin: Rig) ->
             inputs = dataclasses.replace(inputs, hiddens=out.streams, keys=inputs.keys + 1)
         results.append(out.normed.clone())
     assert_close(results[0], results[1])
+
+
+def chain(rig: Rig, inputs: MtpInputs, ids: list[int], ring: DrafterRing, **how: Any) -> Any:
+    block = rig.built.mtp
+    assert isinstance(block, ChainingMtpBlock)
+    assert block.can_chain(rig.built.embed_tokens, rig.built.lm_head)
+    return block.draft_greedy(
+        ids=torch.tensor(ids),
+        hiddens=inputs.hiddens,
+        keys=inputs.keys,
+        slots=inputs.slots,
+        first_keys=inputs.first_keys,
+        ring=ring,
+        embed_tokens=rig.built.embed_tokens,
+        lm_head=rig.built.lm_head,
+        **{"num_rows": 0, "count": 5, "min_log_prob": -math.inf, **how},
+    )
+
+
+@pytest.mark.parametrize(("num_rows", "num_threads"), [(0, 1), (0, 2), (100, 1)])
+def test_a_chain_is_its_steps_one_by_one(weights: Weights, num_rows: int, num_threads: int) -> None:
+    rig = make_rig(weights, weights.config, backend="fused", num_threads=num_threads)
+    built, block = rig.built, rig.built.mtp
+    assert block is not None
+    # More rows than the ring keeps behind it: a chain must not read what it displaced.
+    start, mine, theirs = 130, rings(rig, 8), rings(rig, 8)
+    whole = block_inputs(rig, 0, start + 3)
+    ids = ids_of(start + 3, seed=1)
+    for ring in (mine, theirs):
+        for at in range(0, start, 5):
+            block.write_rows(cut(whole, at, at + 5), ring)
+    part = cut(whole, start, start + 3)
+    part = dataclasses.replace(part, first_keys=torch.full_like(part.keys, start + 2 - 134))
+    drawn = chain(rig, part, ids[start:], mine, num_rows=num_rows)
+
+    block.write_rows(cut(part, 0, 2), theirs)
+    inputs = cut(part, 2, 3)
+    assert len(drawn) == 5
+    for token, log_prob in drawn:
+        out = block.forward(inputs, theirs)
+        logits = built.lm_head.matmul(out.normed, num_rows=num_rows)[0]
+        assert token == int(logits.argmax())
+        assert log_prob == pytest.approx(float(logits.log_softmax(-1)[token]), abs=1e-5)
+        keys = inputs.keys + 1
+        inputs = MtpInputs(
+            embeds=built.embed_tokens.gather(torch.tensor([token])),
+            hiddens=out.streams.clone(),
+            keys=keys,
+            slots=inputs.slots,
+            first_keys=torch.maximum(inputs.first_keys, keys - 134),
+        )
+    assert torch.equal(mine.rows, theirs.rows)
+
+
+def test_a_chain_ends_at_an_unlikely_draft_and_at_nan(fused: Rig) -> None:
+    inputs = block_inputs(fused, 1, 1)
+    ids, ring = ids_of(1, seed=1), rings(fused)
+    every = chain(fused, inputs, ids, ring)
+    least = min(range(5), key=lambda n: every[n][1])
+    limit = every[least][1] + 1e-6
+    cut_short = chain(fused, inputs, ids, ring, min_log_prob=limit)
+    first = next(n for n, (_, log_prob) in enumerate(every) if log_prob < limit)
+    assert cut_short == every[: first + 1]
+    assert chain(fused, inputs, ids, ring, count=2) == every[:2]
+    inputs.hiddens[0, 2, 5] = float("nan")
+    assert chain(fused, inputs, ids, ring) == [(-1, -math.inf)]
+
+
+@pytest.mark.parametrize("least", [0.0, 0.004, 1.0])
+def test_head_proposes_alike_with_and_without_the_chain(
+    weights: Weights, fused: Rig, least: float
+) -> None:
+    """In a batch the head goes step by step, alone in one call; both stop at unlikely drafts."""
+    built, config = fused.built, fused.config
+    assert built.mtp is not None
+    answers = []
+    for together in (True, False):
+        head = DeepseekV4MtpHead.new(
+            built.mtp,
+            built.embed_tokens,
+            built.lm_head,
+            config,
+            0,
+            512,
+            num_slots=2,
+            confidence=True,
+            min_probability=least,
+        )
+        states = [head.alloc_state(), head.alloc_state()]
+        requests = []
+        for n, state in enumerate(states):
+            hiddens = block_inputs(fused, 0, 21 + n).hiddens
+            prompt = ids_of(21 + n, seed=n)
+            head.prefill_drafter(prompt, hiddens, state)
+            requests.append(
+                DraftRequest(
+                    last_token=9,
+                    position=21 + n,
+                    target_hidden=hiddens[-1],
+                    num_drafts=4,
+                    history=[*prompt, 9],
+                )
+            )
+        if together:
+            answers.append(head.propose_batch(requests, states))
+        else:
+            answers.append([head.propose(r, s) for r, s in zip(requests, states, strict=True)])
+    for one, other in zip(*answers, strict=True):
+        assert one.tokens == other.tokens
+        assert one.confidence == pytest.approx(other.confidence, abs=1e-5)
+        assert len(one.tokens) == (4 if least == 0 else 0 if least == 1 else len(one.tokens))
 
 
 # ---------------------------------------------------------------------------------- dense table

@@ -1032,7 +1032,7 @@ def test_shifting_the_pairing_by_one_lowers_acceptance_of_the_trained_model() ->
             device=torch.device("cpu"),
             dtype=torch.float32,
         )
-        inputs = mtp_inputs(rig.built, ring, 0, 1, tokens, streams[1 : len(ids) - 2], lowest=1)
+        inputs = mtp_inputs(rig.built, 0, 1, tokens, streams[1 : len(ids) - 2], lowest=1)
         assert rig.built.mtp is not None
         out = rig.built.mtp.forward(inputs, ring)
         drafts = rig.built.lm_head.matmul(out.normed).argmax(-1)
