@@ -474,7 +474,9 @@ def main(arguments: list[str] | None = None) -> int:
             wrong = True
             continue
         if fresh != text and args.check:
-            print(f"{name}: numbers are out of date; run scripts/update_numbers.py", file=sys.stderr)
+            print(
+                f"{name}: numbers are out of date; run scripts/update_numbers.py", file=sys.stderr
+            )
             lines = difflib.unified_diff(
                 text.splitlines(), fresh.splitlines(), "stored", "from results", lineterm="", n=0
             )

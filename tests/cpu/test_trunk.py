@@ -68,7 +68,9 @@ def test_streams_are_those_of_the_last_layer_before_collapse(rig: Rig, tiny_refe
     with torch.no_grad():
         tiny_reference(torch.tensor([ids]))
     hook.remove()
-    assert (rig.run((0, 0, ids))[1] - held[0][0]).abs().max() < TOLERANCE
+    theirs = held[0][0]
+    # The tolerance is that of logits, whose standard deviation is near 1.
+    assert (rig.run((0, 0, ids))[1] - theirs).abs().max() < TOLERANCE * theirs.std()
 
 
 @pytest.mark.parametrize("seed", [0, 1])

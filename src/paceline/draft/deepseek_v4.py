@@ -129,6 +129,8 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         max_seq_len: most tokens of a sequence; nothing is drafted beyond.
         fold_catchup: write pending pairs in a propose's first forward rather than before it.
         confidence: measure each draft's log-probability.
+        min_probability: a draft the head gives less than this ends the chain and is not proposed,
+            since verifying it would cost more than it brings.
 
     Attributes:
         ring: the rows.
@@ -147,6 +149,7 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         max_seq_len: int,
         fold_catchup: bool = False,
         confidence: bool = False,
+        min_probability: float = 0.0,
     ) -> None:
         self.module = module
         self.ring = ring
@@ -157,6 +160,7 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         self._max_seq_len = max_seq_len
         self._fold_catchup = fold_catchup
         self._confidence = confidence
+        self._min_log_prob = math.log(min_probability) if min_probability else -math.inf
         self._chaining: ChainingMtpBlock | None = None
         if isinstance(module, ChainingMtpBlock) and module.can_chain(embed_tokens, lm_head):
             self._chaining = module
@@ -196,6 +200,7 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         ring: DrafterRing | None = None,
         fold_catchup: bool | None = None,
         confidence: bool = False,
+        min_probability: float = 0.0,
     ) -> DeepseekV4MtpHead:
         """Build a head and the memory it needs.
 
@@ -213,6 +218,7 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
             fold_catchup: see the class; None: where rows are cheap and calls are not, so on
                 everything but a CPU.
             confidence: see the class.
+            min_probability: see the class; 0 to 1.
 
         Raises:
             ConfigError: a number is outside what is allowed (says what was given and what is).
@@ -226,6 +232,8 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
             if value < low or (high is not None and value > high):
                 allowed = f"{low} to {high}" if high is not None else f"at least {low}"
                 raise ConfigError(f"{name} is {value}; allowed is {allowed}")
+        if not 0 <= min_probability <= 1:
+            raise ConfigError(f"min_probability is {min_probability}; allowed is 0 to 1")
         if ring is None:
             ring = DrafterRing.allocate(
                 config,
@@ -247,6 +255,7 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
             max_seq_len=max_seq_len,
             fold_catchup=fold_catchup,
             confidence=confidence,
+            min_probability=min_probability,
         )
 
     @property
@@ -581,6 +590,8 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
                 if token < 0:
                     self._end_chain(states[i], first=first, masked=first and i in masks)
                     continue
+                if measured is not None and measured[row] < self._min_log_prob:
+                    continue
                 tokens[i].append(token)
                 if log_probs is not None and measured is not None:
                     log_probs[i].append(measured[row])
@@ -629,7 +640,7 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
             lm_head=self._lm_head,
             num_rows=self._vocab_rows,
             count=wanted[i],
-            min_log_prob=-math.inf,
+            min_log_prob=self._min_log_prob,
         )
         for n, (token, log_prob) in enumerate(drawn):
             if n:
@@ -637,6 +648,8 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
                 self._mark_written(state, state.last_key)
             if token < 0:
                 self._end_chain(state, first=n == 0, masked=False)
+                return
+            if log_prob < self._min_log_prob:
                 return
             tokens[i].append(token)
             if log_probs is not None:
@@ -686,6 +699,7 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         self, normed: torch.Tensor, live: list[int], masks: dict[int, torch.Tensor]
     ) -> tuple[list[int], list[float] | None]:
         """Each row's best id, -1 where its logits are not finite, and its log-probability."""
+        measure = self._confidence or self._min_log_prob > -math.inf
         logits = self._lm_head.matmul(normed, num_rows=self._vocab_rows)
         for row, i in enumerate(live):
             if i in masks:
@@ -694,12 +708,12 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
             # One read for the whole batch; a NaN is the largest of its row.
             best, at = logits.max(-1)
             ids: list[int] = torch.where(torch.isfinite(best), at, -1).tolist()
-            if not self._confidence:
+            if not measure:
                 return ids, None
             return ids, (best - logits.logsumexp(-1)).tolist()
         table = logits.numpy()
         ids = table.argmax(-1).tolist()
-        measured: list[float] | None = [] if self._confidence else None
+        measured: list[float] | None = [] if measure else None
         for row, token in enumerate(ids):
             top = float(table[row, token])
             if not math.isfinite(top):

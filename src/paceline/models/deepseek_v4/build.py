@@ -67,7 +67,7 @@ def build(
     """
     if backend not in ("auto", "torch", "fused"):
         raise ConfigError(f"backend is {backend!r}; allowed are auto, torch, fused")
-    why_not = _why_not_fused(device, dtype)
+    why_not = _why_not_fused(config, device, dtype)
     if backend == "fused" and why_not:
         raise ConfigError(f"backend fused cannot be had: {why_not}")
     if backend == "auto" and why_not and device.type == "cpu" and dtype == torch.float32:
@@ -103,9 +103,9 @@ def build(
     )
 
 
-def _why_not_fused(device: torch.device, dtype: torch.dtype) -> str:
+def _why_not_fused(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> str:
     if device.type != "cpu":
         return f"it runs on a CPU, the device is {device}"
     if dtype != torch.float32:
         return f"it computes in float32, the dtype is {dtype}"
-    return "" if numba_cpu.available() else numba_cpu.why_not()
+    return numba_cpu.why_not() or numba_cpu.unsupported(config)

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import math
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,11 +82,14 @@ from paceline.ops.numba_cpu.simd import (
 
 __all__ = ["pack_entry", "step_entry"]
 
+_log = logging.getLogger(__name__)
+
 # Python floats would make the arithmetic double.
 _ZERO: Any = np.float32(0)
 _ONE: Any = np.float32(1)
 _TWO: Any = np.float32(2)
 _LOWEST: Any = np.float32(-np.inf)
+_EAGER_SPINS = 64
 _SPINS = 2000
 _IDLE_SPINS = 100_000
 _OPEN = 256
@@ -132,10 +137,10 @@ def _settle(control: int, end: int, done: int, threads: int) -> None:
     spins = 0
     while atomic_get(place) < end:
         spins += 1
-        if spins < _SPINS:
-            pause()
-        else:
+        if spins > _SPINS:
             _give_way()
+        elif spins > _EAGER_SPINS:
+            pause()
 
 
 # ------------------------------------------------------------------------------- small pieces
@@ -819,10 +824,12 @@ def _down_segment(job: int, private: int, layer: int, segment: int, threads: int
 
 
 @kernel
-def _chunk(panels: int, threads: int) -> int:
-    """Panels to a task."""
+def _chunk(panels: int, rows: int, threads: int) -> int:
+    """Panels to a task: few tasks where they are short, since taking one costs a tenth of one."""
     if threads == 1:
         return max(panels, 1)
+    if rows <= 8 and panels <= 32:
+        return max((panels + threads - 1) // threads, 1)
     return max(panels // (4 * threads), 1)
 
 
@@ -874,7 +881,7 @@ def _product_phase(
     panels: int,
 ) -> int:
     """A whole product, panels shared out."""
-    chunk = _chunk(panels, threads)
+    chunk = _chunk(panels, rows, threads)
     end = base + (panels + chunk - 1) // chunk
     size = _panel_bytes(form, inputs)
     done = 0
@@ -934,7 +941,7 @@ def _query_phase(
         closing = ld_i64(job, Job.CLOSE4)
     elif ratio == 128:
         closing = ld_i64(job, Job.CLOSE128)
-    chunk = _chunk(panels + more, threads)
+    chunk = _chunk(panels + more, rows, threads)
     end = base + closing + (panels + more + chunk - 1) // chunk
     done = 0
     task = _claim(control, end, threads)
@@ -1008,7 +1015,7 @@ def _low_phase(control: int, threads: int, base: int, job: int, private: int, la
     form, weight = ld_i64(layer, Layer.O_A_FORM), ld_i64(layer, Layer.O_A)
     size = _panel_bytes(form, inputs)
     each = (low + 63) // 64
-    chunk = _chunk(groups * each, threads)
+    chunk = _chunk(groups * each, ld_i64(job, Job.ROWS), threads)
     end = base + (groups * each + chunk - 1) // chunk
     done = 0
     task = _claim(control, end, threads)
@@ -1081,9 +1088,10 @@ def _up_phase(control: int, threads: int, base: int, job: int, private: int, lay
     # whose list is stale, miscount the phase.
     most = min(experts, rows * ld_i64(job, Job.PICKS))
     panels, shared_panels = inner // 32, shared // 32
-    chunk = min(panels, 4)
+    # Whole experts where there are enough of them to share out.
+    chunk = panels if most >= 2 * threads else min(panels, 4)
     each = (panels + chunk - 1) // chunk
-    first_routed = (shared_panels + chunk - 1) // chunk
+    first_routed = (shared_panels + 3) // 4
     active = ld_i64(used, experts)
     up, up_form = ld_i64(layer, Layer.UP), ld_i64(layer, Layer.UP_FORM)
     down, down_form = ld_i64(layer, Layer.DOWN), ld_i64(layer, Layer.DOWN_FORM)
@@ -1097,7 +1105,7 @@ def _up_phase(control: int, threads: int, base: int, job: int, private: int, lay
         if n < first_routed:
             form = ld_i64(layer, Layer.SHARED_UP_FORM)
             own = _panel_bytes(form, hidden)
-            for p in range(n * chunk, min((n + 1) * chunk, shared_panels)):
+            for p in range(4 * n, min(4 * n + 4, shared_panels)):
                 _up_panel(
                     job,
                     private,
@@ -1176,6 +1184,10 @@ def _layer_phases(
         ld_i64(layer, Layer.ATTN_NORM),
         0,
     )
+    keys_only = ld_i64(job, Job.KIND) == Kind.MTP_ROWS
+    panels = ld_i64(layer, Layer.IN_PANELS)
+    if keys_only:
+        panels = (ld_i64(job, Job.HEAD_DIM) + 63) // 64
     base = _product_phase(
         control,
         threads,
@@ -1190,9 +1202,11 @@ def _layer_phases(
         hidden,
         ld_i64(job, Job.PROJECTED),
         ld_i64(job, Job.IN_STRIDE),
-        ld_i64(layer, Layer.IN_PANELS),
+        panels,
     )
-    base = _write_phase(control, threads, base, job, layer, False)
+    base = _write_phase(control, threads, base, job, layer, keys_only)
+    if keys_only:
+        return base
     indexed = False
     if ld_i64(layer, Layer.RATIO) == 4:
         indexed = ld_i64(job, Job.CAP) // 4 > ld_i64(job, Job.INDEX_TOPK)
@@ -1404,153 +1418,107 @@ def _pick(job: int) -> bool:
 
 
 @kernel
-def _chain(control: int, threads: int, base: int, job: int, private: int) -> int:
-    """Draft steps, each from the token and the streams of the one before."""
-    while job:
-        table = ld_i64(job, Job.LAYER_TABLE)
-        base = _join_phases(control, threads, base, job, private, ld_i64(table, Layer.ATTN_FN))
-        base = _layer_phases(control, threads, base, job, private, table, ld_i64(job, Job.FINAL_FN))
-        base = _final_phase(control, threads, base, job, private, ld_i64(job, Job.NORMED_OUT))
-        base = _score_phase(control, threads, base, job, private)
-        if not _pick(job):
-            break
-        job = ld_i64(job, Job.NEXT)
-    return base
-
-
-@kernel
-def _run(control: int, threads: int, base: int, job: int, private: int) -> int:
-    """All phases of a job; returns the ticket after its last task."""
-    kind = ld_i64(job, Job.KIND)
-    if kind == Kind.MATMUL:
-        return _product_phase(
-            control,
-            threads,
-            base,
-            job,
-            private,
-            ld_i64(job, Job.M_FORM),
-            ld_i64(job, Job.M_WEIGHT),
-            ld_i64(job, Job.M_X),
-            ld_i64(job, Job.M_X_STRIDE),
-            ld_i64(job, Job.ROWS),
-            ld_i64(job, Job.M_INPUTS),
-            ld_i64(job, Job.M_OUT),
-            ld_i64(job, Job.M_OUT_STRIDE),
-            ld_i64(job, Job.M_PANELS),
-        )
-    if kind == Kind.MTP_CHAIN:
-        return _chain(control, threads, base, job, private)
-    layers, table = ld_i64(job, Job.LAYERS), ld_i64(job, Job.LAYER_TABLE)
+def _run(control: int, threads: int, base: int, job: int, private: int) -> None:
+    """All phases of a job, and of those that follow it in a chain."""
     hidden = ld_i64(job, Job.HIDDEN)
-    first = ld_i64(table, Layer.ATTN_FN)
-    final = ld_i64(job, Job.FINAL_FN)
-    if kind == Kind.TARGET:
-        base = _embed_phase(control, threads, base, job, private, first)
-    else:
-        base = _join_phases(control, threads, base, job, private, first)
-    if kind == Kind.MTP_ROWS:
-        base = _read_phase(
-            control,
-            threads,
-            base,
-            job,
-            private,
-            ld_i64(table, Layer.ATTN_AFFINE),
-            ld_i64(table, Layer.ATTN_NORM),
-            0,
-        )
-        base = _product_phase(
-            control,
-            threads,
-            base,
-            job,
-            private,
-            ld_i64(table, Layer.IN_FORM),
-            ld_i64(table, Layer.IN),
-            ld_i64(job, Job.NORMED),
-            hidden,
-            ld_i64(job, Job.ROWS),
-            hidden,
-            ld_i64(job, Job.PROJECTED),
-            ld_i64(job, Job.IN_STRIDE),
-            (ld_i64(job, Job.HEAD_DIM) + 63) // 64,
-        )
-        return _write_phase(control, threads, base, job, table, True)
-    for n in range(layers):
-        layer = table + 8 * Layer.WORDS * n
-        function = final
-        if n + 1 < layers:
-            function = ld_i64(layer + 8 * Layer.WORDS, Layer.ATTN_FN)
-        base = _layer_phases(control, threads, base, job, private, layer, function)
-    if kind == Kind.MTP:
-        return _final_phase(control, threads, base, job, private, ld_i64(job, Job.NORMED_OUT))
-    base = _final_phase(control, threads, base, job, private, ld_i64(job, Job.HEAD_IN))
-    vocab = ld_i64(job, Job.VOCAB)
-    return _product_phase(
-        control,
-        threads,
-        base,
-        job,
-        private,
-        ld_i64(job, Job.HEAD_FORM),
-        ld_i64(job, Job.HEAD),
-        ld_i64(job, Job.HEAD_IN),
-        hidden,
-        ld_i64(job, Job.LOGITS),
-        hidden,
-        ld_i64(job, Job.LOGITS_OUT),
-        (vocab + 63) // 64 * 64,
-        (vocab + 63) // 64,
-    )
-
-
-@kernel
-def _lead(control: int) -> int:
-    """Run the posted job with whoever joins; return when nobody reads it any more."""
-    threads = ld_i64(control, Control.THREADS)
-    job = ld_i64(control, Control.JOB)
-    base = ld_i64(control, Control.TICKET)
-    st_i64(control, Control.BASE, base)
-    gate = control + 8 * Control.GATE
-    if threads > 1:
-        atomic_add(gate, 65536 + _OPEN)
-    _run(control, threads, base, job, ld_i64(job, Job.PRIVATE))
-    if threads > 1:
-        atomic_add(gate, -_OPEN)
-        spins = 0
-        while atomic_get(gate) & 255:
-            spins += 1
-            if spins < _SPINS:
-                pause()
+    while job:
+        kind = ld_i64(job, Job.KIND)
+        rows = ld_i64(job, Job.ROWS)
+        table, layers = ld_i64(job, Job.LAYER_TABLE), ld_i64(job, Job.LAYERS)
+        if kind != Kind.MATMUL:
+            first = ld_i64(table, Layer.ATTN_FN)
+            if kind == Kind.TARGET:
+                base = _embed_phase(control, threads, base, job, private, first)
             else:
-                _give_way()
-    return 0
+                base = _join_phases(control, threads, base, job, private, first)
+            for n in range(layers):
+                layer = table + 8 * Layer.WORDS * n
+                function = ld_i64(job, Job.FINAL_FN)
+                if n + 1 < layers:
+                    function = ld_i64(layer + 8 * Layer.WORDS, Layer.ATTN_FN)
+                base = _layer_phases(control, threads, base, job, private, layer, function)
+        if kind == Kind.TARGET or kind == Kind.MTP or kind == Kind.MTP_CHAIN:
+            out = Job.HEAD_IN if kind == Kind.TARGET else Job.NORMED_OUT
+            base = _final_phase(control, threads, base, job, private, ld_i64(job, out))
+        if kind == Kind.MTP_CHAIN:
+            base = _score_phase(control, threads, base, job, private)
+            job = ld_i64(job, Job.NEXT) if _pick(job) else 0
+            continue
+        if kind == Kind.TARGET:
+            vocab = ld_i64(job, Job.VOCAB)
+            _product_phase(
+                control,
+                threads,
+                base,
+                job,
+                private,
+                ld_i64(job, Job.HEAD_FORM),
+                ld_i64(job, Job.HEAD),
+                ld_i64(job, Job.HEAD_IN),
+                hidden,
+                ld_i64(job, Job.LOGITS),
+                hidden,
+                ld_i64(job, Job.LOGITS_OUT),
+                (vocab + 63) // 64 * 64,
+                (vocab + 63) // 64,
+            )
+        elif kind == Kind.MATMUL:
+            _product_phase(
+                control,
+                threads,
+                base,
+                job,
+                private,
+                ld_i64(job, Job.M_FORM),
+                ld_i64(job, Job.M_WEIGHT),
+                ld_i64(job, Job.M_X),
+                ld_i64(job, Job.M_X_STRIDE),
+                rows,
+                ld_i64(job, Job.M_INPUTS),
+                ld_i64(job, Job.M_OUT),
+                ld_i64(job, Job.M_OUT_STRIDE),
+                ld_i64(job, Job.M_PANELS),
+            )
+        return
 
 
 @kernel
-def _follow(control: int, thread: int) -> int:
-    """Join jobs as they are posted; 0 after a while without any, 1 when told to stop."""
+def _open(control: int) -> None:
+    """Post the job that the leading thread is about to run."""
+    st_i64(control, Control.BASE, ld_i64(control, Control.TICKET))
+    if ld_i64(control, Control.THREADS) > 1:
+        atomic_add(control + 8 * Control.GATE, 65536 + _OPEN)
+
+
+@kernel
+def _close(control: int) -> None:
+    """Let nobody join any more, and wait until nobody reads the job."""
+    if ld_i64(control, Control.THREADS) == 1:
+        return
     gate = control + 8 * Control.GATE
-    seen = -1
-    idle = 0
-    while idle < _IDLE_SPINS:
+    atomic_add(gate, -_OPEN)
+    spins = 0
+    while atomic_get(gate) & 255:
+        spins += 1
+        if spins < _SPINS:
+            pause()
+        else:
+            _give_way()
+
+
+@kernel
+def _join(control: int, seen: int) -> int:
+    """Join a job other than number `seen`: its number, -1 after a while without, -2 to stop."""
+    gate = control + 8 * Control.GATE
+    for _ in range(_IDLE_SPINS):
         if atomic_get(control + 8 * Control.STOP):
-            return 1
+            return -2
         word = atomic_get(gate)
         number = word // 65536
         if word & _OPEN and number != seen and atomic_cas(gate, word, word + 1) == word:
-            seen = number
-            idle = 0
-            job = ld_i64(control, Control.JOB)
-            private = ld_i64(job, Job.PRIVATE) + thread * ld_i64(job, Job.PRIVATE_BYTES)
-            threads = ld_i64(control, Control.THREADS)
-            _run(control, threads, ld_i64(control, Control.BASE), job, private)
-            atomic_add(gate, -1)
-        else:
-            idle += 1
-            pause()
-    return 0
+            return number
+        pause()
+    return -1
 
 
 # ------------------------------------------------------------------------------------- packing
@@ -1636,10 +1604,17 @@ def _compiled(function: Callable[..., int], arguments: int) -> Callable[..., int
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
     signature = types.int64(*[types.int64] * arguments)
     compile_: Any = numba.njit
+    slow = threading.Timer(
+        3.0, _log.warning, ["compiling the CPU kernels; once on this machine, within a minute"]
+    )
+    slow.daemon = True
+    slow.start()
     try:
         made: Callable[..., int] = compile_(signature, cache=True, **options)(function)
     except RuntimeError:  # Nowhere to keep a compiled copy.
         made = compile_(signature, **options)(function)
+    finally:
+        slow.cancel()
     return made
 
 
@@ -1651,9 +1626,22 @@ def step_entry() -> Callable[..., int]:
     def step(control: int, thread: int) -> int:
         if len(stamp) == 0:
             return -1
+        seen = -1
         if thread == 0:
-            return _lead(control)
-        return _follow(control, thread)
+            _open(control)
+        while True:
+            if thread != 0:
+                seen = _join(control, seen)
+                if seen < 0:
+                    return -1 - seen
+            job = ld_i64(control, Control.JOB)
+            private = ld_i64(job, Job.PRIVATE) + thread * ld_i64(job, Job.PRIVATE_BYTES)
+            base = ld_i64(control, Control.BASE)
+            _run(control, ld_i64(control, Control.THREADS), base, job, private)
+            if thread == 0:
+                _close(control)
+                return 0
+            atomic_add(control + 8 * Control.GATE, -1)
 
     return _compiled(step, 2)
 

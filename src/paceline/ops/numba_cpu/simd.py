@@ -422,9 +422,15 @@ pause = _define(_N, (), _pause)
 
 
 def has_vnni() -> bool:
-    """Whether this processor multiplies bytes by fours in 512-bit registers."""
-    features = llvm.get_host_cpu_features() if _IS_X86 else {}
-    return all(features.get(name, False) for name in ("avx512f", "avx512bw", "avx512vnni"))
+    """Whether code is made for a processor that multiplies bytes by fours in 512-bit registers."""
+    needed = ("avx512f", "avx512bw", "avx512vnni")
+    if not _IS_X86:
+        return False
+    asked: Any = numba.config
+    if asked.CPU_NAME or asked.CPU_FEATURES:  # numba was told to compile for another.
+        return all(f"+{name}" in (asked.CPU_FEATURES or "").split(",") for name in needed)
+    features = llvm.get_host_cpu_features()
+    return all(features.get(name, False) for name in needed)
 
 
 # Twice the value of each e2m1 code, plus 12 to make it unsigned.
@@ -452,7 +458,7 @@ def _word_halves(builder: Any, words: Any) -> tuple[Any, Any]:
 
 
 class _Function:
-    """A private LLVM function of int64 arguments, made once per module."""
+    """An LLVM function of int64 arguments, made once per module and merged where modules meet."""
 
     def __init__(self, name: str, count: int, result: Any, emit: Callable[..., Any]) -> None:
         self.name = f"paceline_{name}"
@@ -464,7 +470,7 @@ class _Function:
         function = module.globals.get(self.name)
         if function is None:
             function = ir.Function(module, self.kind, self.name)
-            function.linkage = "internal"
+            function.linkage = "linkonce_odr"
             function.attributes.add("noinline")
             inner = ir.IRBuilder(function.append_basic_block())
             out = self.emit(inner, *function.args)
