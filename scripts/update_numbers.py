@@ -1,7 +1,7 @@
 """Write measured numbers into README.md and docs/ from benchmarks/results, and keep others out.
 
     python scripts/update_numbers.py            rewrite the marked regions
-    python scripts/update_numbers.py --check    change nothing, fail where a region or a line is wrong
+    python scripts/update_numbers.py --check    change nothing, fail where something is wrong
 
 A region stands between ``<!-- numbers:NAME -->`` and ``<!-- /numbers -->``, in a line of its own or
 inside a sentence. Its content is made from one result file, so it never mixes commits. Outside of
