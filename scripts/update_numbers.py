@@ -365,7 +365,47 @@ def device_environment(result: Result) -> str:
     )
 
 
+def torch_sentence(result: Result) -> str:
+    """What drafts bring where plain torch runs."""
+    run, ratios = _run(result, 1), result["ratios"]
+    if run is None:
+        raise NumbersError("decode-torch.json has no run at batch 1")
+    best = ratios["best_num_drafts"]
+    length = _leg(run, best)["speculation"]["mean_acceptance_length"]
+    return (
+        f"with {best} {'draft' if best == 1 else 'drafts'} a step plain torch decodes "
+        f"{ratios['on_over_off']:.2f} times as fast as without (mean acceptance length "
+        f"{length:.2f})"
+    )
+
+
+def kernel_steps(result: Result) -> str:
+    """Time of one forward by rows, and what a draft costs."""
+    runs = result["runs"]
+    header = ["rows of one step"]
+    for run in runs:
+        threads = f"{run['threads']} thread{'s' if run['threads'] > 1 else ''}"
+        header += [f"{threads}, ms", "of one row"]
+    rows = []
+    for count in runs[0]["steps"]:
+        cells = [count]
+        for run in runs:
+            times = run["steps"]
+            cells += [f"{times[count]['p5']:.2f}", f"{times[count]['p5'] / times['1']['p5']:.2f}"]
+        rows.append(cells)
+    for name, key in (("draft block, one row", "draft_step_1"), ("output head, one row", "head_1")):
+        cells = [name]
+        for run in runs:
+            cells += [f"{run[key]['p5']:.2f}", f"{run[key]['p5'] / run['steps']['1']['p5']:.2f}"]
+        rows.append(cells)
+    return markdown(header, rows)
+
+
 RENDER: dict[str, tuple[str, Callable[[Result], str]]] = {
+    "decode-torch-sentence": ("decode-torch", torch_sentence),
+    "decode-torch-batch-1": ("decode-torch", lambda result: decode_table(result, 1)),
+    "decode-torch-environment": ("decode-torch", environment),
+    "kernel-steps": ("kernels", kernel_steps),
     "training-quality": ("training-eval", training_quality),
     "training-cost": ("training-eval", training_cost),
     "training-run": ("training", training_run),
