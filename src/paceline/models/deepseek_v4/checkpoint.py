@@ -22,6 +22,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -442,13 +443,45 @@ def load_weights(
     if plan.problems:
         raise CheckpointError(f"{checkpoint.path} cannot be loaded: {'; '.join(plan.problems)}")
 
+    total = sum(_bytes_to_read(source) for source in plan.sources.values())
+    with _few_threads(total):
+        buffers = _read(plan, dtype, total, progress)
+        _check_filled(buffers, config)
+    return Weights(buffers, config=config, drafter=plan.drafter, ignored=plan.ignored)
+
+
+_SMALL_BYTES = 1 << 30
+
+
+@contextmanager
+def _few_threads(total: int) -> Iterator[None]:
+    """Read a small checkpoint with one thread.
+
+    To share its small tensors costs more than it saves, tenfold where another program keeps a core
+    busy.
+    """
+    threads = torch.get_num_threads()
+    if total < _SMALL_BYTES:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _read(
+    plan: LoadPlan,
+    dtype: torch.dtype | None,
+    total: int,
+    progress: Callable[[int, int], None] | None,
+) -> dict[str, Tensor]:
+    """Decode every planned tensor into its buffer."""
     buffers = _allocate(plan, dtype)
     files = MappedFiles()
     # Ascending file order keeps reads sequential on a disk.
     order = sorted(
         plan.sources.items(), key=lambda item: (item[1].weight.file, item[1].weight.start)
     )
-    total = sum(_bytes_to_read(source) for source in plan.sources.values())
     done = 0
     for name, source in order:
         try:
@@ -459,8 +492,7 @@ def load_weights(
         done += _bytes_to_read(source)
         if progress is not None:
             progress(done, total)
-    _check_filled(buffers, config)
-    return Weights(buffers, config=config, drafter=plan.drafter, ignored=plan.ignored)
+    return buffers
 
 
 def _no_mtp_message(checkpoint: Checkpoint) -> str:
