@@ -1,12 +1,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PROMPT ?= def fibonacci(n):
+PROMPT ?= import unittest
 
 .PHONY: demo test check format numbers clean
 
 demo: $(VENV)/.installed
-	$(BIN)/paceline generate -p '$(PROMPT)' --max-tokens 160
+	$(BIN)/paceline generate -p "$(PROMPT)" --max-tokens 160
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile

@@ -1,8 +1,8 @@
 """Train the bundled model on one GPU, in legs that stop and resume.
 
     python3 recipes/train.py --smoke --data .train --work /tmp/train --out DIR
-    python3 recipes/train.py --data .train --work /tmp/train --minutes 16 --stop-after 9.2
-    python3 recipes/train.py --data .train --work /tmp/train --minutes 16 --stop-after 8.5 \\
+    python3 recipes/train.py --data .train --work /tmp/train --minutes 17 --stop-after 9.2
+    python3 recipes/train.py --data .train --work /tmp/train --minutes 17 --stop-after 8.7 \\
         --final --out DIR
 
 Batches depend only on the seed and the step number, and ``state.pt`` in ``--work`` holds weights,

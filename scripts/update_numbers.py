@@ -167,12 +167,16 @@ def decode_sentence(result: Result) -> str:
     leg = _leg(run, best)
     text = (
         f"At batch 1 on {result['cpu']} ({result['cores']} cores), Paceline without drafts decodes "
-        f"{ratios['off_over_transformers']:.1f} times as fast as `transformers`, and with "
-        f"{best} {'draft' if best == 1 else 'drafts'} a step {ratios['on_over_off']:.2f} times as "
-        "fast as without"
+        f"{ratios['off_over_transformers']:.1f} times as fast as `transformers`"
+    )
+    if "off_over_llama_cpp_off" in ratios:
+        text += f" and {ratios['off_over_llama_cpp_off']:.1f} times as fast as llama.cpp"
+    text += (
+        f"; with {best} {'draft' if best == 1 else 'drafts'} a step it decodes "
+        f"{ratios['on_over_off']:.2f} times as fast as without"
     )
     if "best_over_llama_cpp_best" in ratios:
-        text += f", {ratios['best_over_llama_cpp_best']:.2f} times llama.cpp's best"
+        text += f", still {ratios['best_over_llama_cpp_best']:.1f} times llama.cpp at its best"
     length = leg["speculation"]["mean_acceptance_length"]
     return text + f"; the mean acceptance length is {length:.2f}. The tokens are the same."
 

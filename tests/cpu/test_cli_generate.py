@@ -287,3 +287,10 @@ def test_plot_without_matplotlib(tiny_path: Path, monkeypatch: pytest.MonkeyPatc
     result = call("bench", tiny_path, "--plot", "x.png")
     assert result.exit_code == 2
     assert "--plot needs matplotlib: pip install 'paceline[plot]'" in result.stderr
+
+
+def test_bench_refuses_a_picture_it_cannot_draw_before_it_runs(tiny_path: Path) -> None:
+    result = call("bench", tiny_path, "--plot", "speed.xyz")
+    assert result.exit_code == 2
+    assert "speed.xyz; allowed are names that end in .png" in result.stderr
+    assert result.stdout == ""

@@ -64,6 +64,9 @@ class Rung:
         return statistics.median(self.rates)
 
 
+_PLOT_FORMATS = (".png", ".svg", ".pdf", ".jpg", ".jpeg")
+
+
 def bench(
     model: options.Model = None,
     num_drafts: Annotated[
@@ -99,6 +102,10 @@ def bench(
             raise ConfigError(f"{name} is {value}; allowed is at least 1")
     if plot is not None and find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install 'paceline[plot]'")
+    if plot is not None and plot.suffix.lower() not in _PLOT_FORMATS:
+        raise ConfigError(
+            f"--plot is {plot.name}; allowed are names that end in {', '.join(_PLOT_FORMATS)}"
+        )
     for target in (plot, json_file):
         if target is not None and not target.absolute().parent.is_dir():
             raise ConfigError(f"{target} cannot be written: its folder does not exist")
@@ -132,6 +139,7 @@ def bench(
         json_file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     if plot is not None:
         draw(rungs, plot, about, batch_size)
+        Console(stderr=True).print(f"wrote {plot}")
     wrong = [rung.num_drafts for rung in rungs if not rung.tokens_equal]
     if wrong:
         raise GenerationError(

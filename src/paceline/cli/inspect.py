@@ -85,7 +85,9 @@ def render(census: Census, console: Console) -> None:
     for note in census.notes:
         console.print(f"note: {note}", highlight=False, markup=False)
     if not census.refusals:
-        console.print("Nothing would be refused.")
+        console.print(
+            "By names, shapes and configuration nothing would be refused; values are not read."
+        )
     for refusal in census.refusals:
         text = f"{refusal.what} would be refused: {refusal.why}"
         console.print(text, style="red", highlight=False, markup=False)
