@@ -110,7 +110,7 @@ def step_inputs(pools: CachePools, rows: Sequence[tuple[int, int, Sequence[int]]
         close128_dest=tensor(closing[128][2]),
         logits_rows=every,
         hidden_rows=every,
-        context_cap=pools.block_tables.shape[1] * BLOCK_TOKENS,
+        context_cap=-(-(max(positions) + 1) // BLOCK_TOKENS) * BLOCK_TOKENS,
     )
 
 

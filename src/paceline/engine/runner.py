@@ -280,10 +280,7 @@ class Runner:
             lists.hidden_rows += range(end - given.num_hiddens, end)
             longest = max(longest, last)
         assert len(lists.ids) <= self._max_rows, f"{len(lists.ids)} rows; room is {self._max_rows}"
-        # The length of a sum sets the order of its additions, so on a CPU, where bits count, dense
-        # reads have one length for all steps.
-        cap = self._tables.shape[1] if self._on_host else -(-longest // BLOCK_TOKENS)
-        return self._buffers.write(lists, cap * BLOCK_TOKENS)
+        return self._buffers.write(lists, -(-longest // BLOCK_TOKENS) * BLOCK_TOKENS)
 
     def _note_blocks(self, cache: SequenceCache) -> None:
         """Write the blocks taken since the last step into the sequence's table."""

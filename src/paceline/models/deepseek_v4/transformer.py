@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from paceline.cache.blocks import BLOCK_TOKENS
 from paceline.cache.pools import CachePools
 from paceline.config import ModelConfig
 from paceline.models.deepseek_v4.attention import Attention
@@ -95,10 +96,10 @@ class DeepseekV4Model:
         """Run the rows of a step.
 
         No value is read back by the host and no shape depends on a value, so the step can be
-        captured. A lone row is run twice on a CPU: libraries treat one row unlike several.
+        captured. On a CPU a row's bits depend on that row alone, see `_settled`.
         """
-        if inputs.ids.shape[0] == 1 and inputs.ids.device.type == "cpu":
-            inputs = _twice(inputs)
+        if inputs.ids.device.type == "cpu":
+            inputs = _settled(inputs, pools)
         x = self.embed_tokens.gather(inputs.ids)
         x = x[:, None].expand(-1, self.config.hc_mult, -1).contiguous()
         for layer, block in enumerate(self.blocks):
@@ -108,11 +109,20 @@ class DeepseekV4Model:
         return TargetOutput(logits=self.lm_head.matmul(y), hiddens=x[inputs.hidden_rows])
 
 
-def _twice(inputs: StepInputs) -> StepInputs:
-    """The same row two times; both write the same values to the same places."""
+def _settled(inputs: StepInputs, pools: CachePools) -> StepInputs:
+    """The same step in a form whose rows' bits depend on nothing but the rows.
+
+    The length of a sum sets the order of its additions, so dense reads get one length always;
+    libraries treat one row unlike several, so a lone row is run twice, writing the same values to
+    the same places.
+    """
+    cap = pools.block_tables.shape[1] * BLOCK_TOKENS
+    if inputs.ids.shape[0] > 1:
+        return dataclasses.replace(inputs, context_cap=cap)
     return dataclasses.replace(
         inputs,
         ids=torch.cat((inputs.ids, inputs.ids)),
         positions=torch.cat((inputs.positions, inputs.positions)),
         slots=torch.cat((inputs.slots, inputs.slots)),
+        context_cap=cap,
     )
