@@ -31,7 +31,6 @@ from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = ROOT / "benchmarks" / "prompts.jsonl"
-RESULTS = ROOT / "benchmarks" / "results"
 
 CODE_CLASSES = ("code_completion", "humaneval")
 """The classes that "code prompts" means: plain code to go on with, nothing to copy."""

@@ -178,6 +178,12 @@ def record(device: str) -> dict[str, Any]:
     }
 
 
+def save(path: Path | None, result: dict[str, Any]) -> None:
+    """Write what there is so far: a lease may end before the run does."""
+    if path:
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", default="cuda")
@@ -204,6 +210,7 @@ def main() -> None:
         )
         for entry in one["differences"]:
             print(f"  {entry}", flush=True)
+        save(args.json, result)
     result["speed"] = {
         dtype: speed(device=args.device, dtype=dtype, prompts=prompts, repeats=args.repeats)
         for dtype in ("float32", "bfloat16")
@@ -211,8 +218,7 @@ def main() -> None:
     for dtype, rows in result["speed"].items():
         for row in rows:
             print(dtype, {k: round(v, 3) for k, v in row.items()}, flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    save(args.json, result)
     print(json.dumps(result))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 try:
     import triton
@@ -92,7 +92,7 @@ if triton is not None:
 _BLOCK = 64
 
 
-@torch.library.custom_op("paceline_recipes::sinkhorn", mutates_args=())
+@library.custom_op("paceline_recipes::sinkhorn", mutates_args=())
 def _sinkhorn_fused(logits: Tensor, iters: int, eps: float) -> tuple[Tensor, Tensor]:
     count = logits.shape[0]
     out = torch.empty_like(logits)
@@ -108,7 +108,7 @@ def _(logits: Tensor, iters: int, eps: float) -> tuple[Tensor, Tensor]:
     return torch.empty_like(logits), logits.new_empty(2 * iters - 1, logits.shape[0], 4)
 
 
-@torch.library.custom_op("paceline_recipes::sinkhorn_backward", mutates_args=())
+@library.custom_op("paceline_recipes::sinkhorn_backward", mutates_args=())
 def _sinkhorn_fused_backward(
     out: Tensor, sums: Tensor, grad: Tensor, iters: int, eps: float
 ) -> Tensor:

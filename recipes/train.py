@@ -179,18 +179,6 @@ def schedule(fraction: float, step: int, warmup: int, flat: float) -> float:
 # --- kernels ----------------------------------------------------------------------------------
 
 
-def gpu_time(run: Any, repeat: int = 5) -> float:
-    """Milliseconds of ``run`` on the GPU, mean after one warm-up."""
-    run()
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    for _ in range(repeat):
-        run()
-    last.record()
-    torch.cuda.synchronize()
-    return first.elapsed_time(last) / repeat
-
-
 def check_grouped(shape: Shape, tokens: int) -> bool:
     """Whether the grouped expert product agrees with the dense one (values and gradients)."""
     rng = torch.Generator(device="cuda").manual_seed(0)

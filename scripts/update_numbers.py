@@ -363,10 +363,11 @@ def device_differences(result: Result) -> str:
 
 def device_environment(result: Result) -> str:
     """Where and when."""
-    return (
+    line = (
         f"{result['device']}, torch {result['torch']}, Python {result['python']}, "
         f"{result['date']}, commit `{result['commit'][:12]}`; `{result['command']}`"
     )
+    return f"{line}. Recorded {result['recorded']}." if "recorded" in result else line
 
 
 def torch_sentence(result: Result) -> str:
