@@ -414,12 +414,23 @@ class Draft:
     """Tokens proposed for one sequence; may be shorter than asked, and empty.
 
     Attributes:
-        tokens: drafted ids in order.
+        tokens: drafted ids in order; empty where they were left on the device.
         confidence: log-probability of each under the drafter, or None where not measured.
+        device_tokens: [n] int64, the ids where they were left on the device, or None. From the
+            first -1 on nothing was drafted; such an entry is verified as a draft never accepted.
+            Dead at the proposer's next call unless copied.
+        source: name of the drafter among several that made it, for counting; None: there is one.
     """
 
     tokens: list[int]
     confidence: list[float] | None = None
+    device_tokens: torch.Tensor | None = None
+    source: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Drafts to verify, wherever their ids are."""
+        return len(self.tokens) if self.device_tokens is None else self.device_tokens.shape[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

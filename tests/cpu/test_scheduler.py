@@ -23,6 +23,7 @@ def sequence(number: int, prompt: int, emitted: int, drafts: int = 0) -> Sequenc
         prompt_len=prompt,
         params=SamplingParams(max_tokens=emitted, num_drafts=drafts),
         max_emitted=emitted,
+        max_drafts=drafts,
     )
 
 

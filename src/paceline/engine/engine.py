@@ -6,8 +6,7 @@ There is one path. Without a proposer every draft is empty and every decoding ro
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,15 +15,15 @@ import torch
 from paceline.config import ModelConfig
 from paceline.draft import verify
 from paceline.draft.proposer import DraftProposer
+from paceline.engine.drafting import Drafting, Fed
 from paceline.engine.runner import RowInputs, Runner
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.sequence import Batch, BatchRow, Sequence
+from paceline.engine.sequence import Batch, Sequence
 from paceline.models.step import TargetModel, TargetOutput
 from paceline.types import (
     MAX_NUM_DRAFTS,
     ConfigError,
     Draft,
-    DraftRequest,
     FinishReason,
     RequestError,
     SamplingParams,
@@ -34,10 +33,7 @@ from paceline.types import (
 
 __all__ = ["Emission", "Engine"]
 
-_log = logging.getLogger(__name__)
-
-_FAILED = object()
-"""What a contained call gives where the proposer raised; None is an answer of its own."""
+_NOTHING = Draft(tokens=[])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,17 +63,6 @@ class _Request:
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
 
-@dataclass(slots=True, eq=False)
-class _Fed:
-    """A row whose sequence goes on, and where its streams stand in the step's output."""
-
-    row: BatchRow
-    draft: list[int]
-    accepted: int
-    start: int
-    end: int
-
-
 class Engine:
     """Decodes requests greedily, several at once, with or without drafts.
 
@@ -96,8 +81,9 @@ class Engine:
         dtype: of the caches' keys.
 
     Attributes:
-        num_proposer_failures: calls that raised and drafts that had to be cut; each costs drafts,
-            never tokens.
+        config: the target's shapes and end-of-sequence ids.
+        num_drafts: drafts a step of a request that does not say.
+        drafting: the engine's side of the proposer contract, or None without one.
 
     Raises:
         ConfigError: a value is out of range.
@@ -125,7 +111,14 @@ class Engine:
             raise ConfigError(f"num_drafts is {num_drafts}, but there is no proposer to draft")
         self.config = config
         self.num_drafts = num_drafts
-        self._proposer = proposer
+        self.drafting: Drafting | None = None
+        if proposer is not None:
+            self.drafting = Drafting(
+                proposer,
+                vocab_size=config.vocab_size,
+                max_seq_len=max_seq_len,
+                max_num_seqs=max_num_seqs,
+            )
         self._scheduler = Scheduler(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -143,15 +136,7 @@ class Engine:
             dtype=dtype,
         )
         self._requests: dict[int, _Request] = {}
-        self._states: dict[int, Any] = {}
-        self._deferred: dict[int, list[tuple[torch.Tensor, int]]] = {}
-        self._hiddens: list[torch.Tensor] = []
         self._next_id = 0
-        self.num_proposer_failures = 0
-        if proposer is not None:
-            self._prompt_hiddens = proposer.prefill_hidden_rows(max_seq_len)
-            self._defers_prompt = proposer.prefill_uses_shared_buffers
-            self._group = max(1, proposer.propose_batch_max())
 
     @property
     def max_seq_len(self) -> int:
@@ -162,6 +147,11 @@ class Engine:
     def num_forwards(self) -> int:
         """Target forwards so far."""
         return self._runner.num_forwards
+
+    @property
+    def num_proposer_failures(self) -> int:
+        """Proposer calls that raised and drafts that had to be cut; costs drafts, never tokens."""
+        return 0 if self.drafting is None else self.drafting.num_failures
 
     @property
     def has_work(self) -> bool:
@@ -194,7 +184,7 @@ class Engine:
                     raise RequestError(f"{name} holds {token!r}; allowed are ids 0 to {vocab - 1}")
         if params.num_drafts is None:
             params = replace(params, num_drafts=self.num_drafts)
-        elif params.num_drafts and self._proposer is None:
+        elif params.num_drafts and self.drafting is None:
             raise RequestError(
                 f"num_drafts is {params.num_drafts}, but this engine has no proposer; allowed is 0"
             )
@@ -206,6 +196,7 @@ class Engine:
             params=params,
             max_emitted=min(params.max_tokens, limit - len(tokens)),
             stop_ids=frozenset(ends) | frozenset(params.stop_token_ids),
+            max_drafts=params.num_drafts or 0,
         )
         self._scheduler.add(sequence)
         self._next_id += 1
@@ -230,8 +221,9 @@ class Engine:
             f"{count} {what}"
             for what, count in (
                 ("requests", len(self._requests)),
-                ("drafter states", len(self._states)),
-                ("kept prompts", len(self._deferred)),
+                ("drafter states", self.drafting.num_states if self.drafting else 0),
+                ("kept prompts", self.drafting.num_kept_prompts if self.drafting else 0),
+                ("carried drafter rows", self.drafting.num_carried if self.drafting else 0),
                 ("cache blocks", self._scheduler.allocator.num_blocks - self.num_free_blocks),
             )
             if count
@@ -267,142 +259,42 @@ class Engine:
 
     # Draft
 
-    def _draft(self, batch: Batch) -> list[list[int]]:
-        drafts: list[list[int]] = [[] for _ in batch.rows]
-        if self._proposer is None:
+    def _draft(self, batch: Batch) -> list[Draft]:
+        drafts = [_NOTHING] * len(batch.rows)
+        if self.drafting is None:
             return drafts
         asking: list[int] = []
         for index, row in enumerate(batch.rows):
-            sequence = row.sequence
-            if row.first == 0:
-                self._open(sequence)
-            elif sequence.id not in self._states or not sequence.num_emitted:
-                continue
-            elif row.max_drafts:
+            if row.reads:
+                self.drafting.open(row.sequence)
+            elif row.max_drafts and self.drafting.has_state(row.sequence):
                 asking.append(index)
-            elif _may_draft(sequence, emitted=sequence.num_emitted):
-                self._feed_passed(row)
-        for start in range(0, len(asking), self._group):
-            group = asking[start : start + self._group]
-            rows = [batch.rows[index] for index in group]
-            for index, draft in zip(group, self._propose(rows), strict=True):
+        if asking:
+            answers = self.drafting.propose([batch.rows[index] for index in asking])
+            for index, draft in zip(asking, answers, strict=True):
                 drafts[index] = draft
         return drafts
 
-    def _open(self, sequence: Sequence) -> None:
-        """Give an admitted sequence its drafter state, if it will ever draft."""
-        assert self._proposer is not None
-        if sequence.id in self._states or not _may_draft(sequence, emitted=1):
-            return
-        state = self._contained(self._proposer.alloc_state_for, sequence.budget_tokens)
-        if state is not _FAILED:
-            self._states[sequence.id] = state
-
-    def _propose(self, rows: list[BatchRow]) -> list[list[int]]:
-        proposer = self._proposer
-        assert proposer is not None
-        states = [self._states[row.sequence.id] for row in rows]
-        for row in rows:
-            self._feed_deferred(row.sequence)
-        requests = [
-            DraftRequest(
-                last_token=row.sequence.tokens[-1],
-                position=len(row.sequence.tokens) - 1,
-                target_hidden=self._hiddens[row.sequence.handle.slot],
-                num_drafts=row.max_drafts,
-                history=row.sequence.tokens,
-            )
-            for row in rows
-        ]
-        answers: Any = None
-        if len(rows) > 1:
-            answers = self._contained(proposer.propose_batch, requests, states)
-            if isinstance(answers, list) and len(answers) != len(rows):
-                self._note_failure(f"{len(answers)} drafts for {len(rows)} requests")
-                return [[] for _ in rows]
-            if answers is _FAILED:
-                # Some states may be half way; asking each again would not make them whole.
-                return [[] for _ in rows]
-        if not isinstance(answers, list):
-            answers = [
-                self._contained(proposer.propose, request, state)
-                for request, state in zip(requests, states, strict=True)
-            ]
-        return [
-            self._checked(answer, request, state)
-            for answer, request, state in zip(answers, requests, states, strict=True)
-        ]
-
-    def _checked(self, draft: Any, request: DraftRequest, state: Any) -> list[int]:
-        """The leading tokens of a draft that can be verified."""
-        if draft is _FAILED:
-            return []
-        if not isinstance(draft, Draft) or not isinstance(draft.tokens, list):
-            self._note_failure(f"{draft!r:.80} where a Draft with a list of ids is due")
-            return []
-        vocab, tokens = self.config.vocab_size, draft.tokens
-        good = 0
-        for token in tokens[: request.num_drafts]:
-            if not isinstance(token, int) or not 0 <= token < vocab:
-                break
-            good += 1
-        if good == len(tokens):
-            return tokens
-        if good < request.num_drafts:
-            self._note_failure(f"draft id {tokens[good]!r}; allowed are ids 0 to {vocab - 1}")
-        else:
-            self._note_failure(f"{len(tokens)} drafts; allowed are {request.num_drafts}")
-        if not good and self._proposer is not None:
-            self._contained(self._proposer.after_verify, 0, state)
-        return tokens[:good]
-
-    def _feed_passed(self, row: BatchRow) -> None:
-        """A row that may not draft in this step but will again: its drafter must know the pair."""
-        assert self._proposer is not None
-        sequence = row.sequence
-        state = self._states[sequence.id]
-        self._feed_deferred(sequence)
-        held = self._contained(self._proposer.drafter_rows, state)
-        if held is _FAILED:
-            return
-        self._contained(
-            self._proposer.catchup_drafter,
-            sequence.tokens[-1:],
-            self._hiddens[sequence.handle.slot][None],
-            held,
-            len(sequence.tokens) - 1,
-            state,
-        )
-
-    def _drop(self, batch: Batch, drafts: list[list[int]]) -> None:
+    def _drop(self, batch: Batch, drafts: list[Draft]) -> None:
         """Take back drafts that no verdict will follow."""
         for row, draft in zip(batch.rows, drafts, strict=True):
-            if draft and self._proposer is not None:
-                state = self._states[row.sequence.id]
-                self._contained(self._proposer.after_verify, 0, state)
+            if draft.num_tokens and self.drafting is not None:
+                self.drafting.drop(row.sequence)
 
     # Run
 
-    def _rows(self, batch: Batch, drafts: list[list[int]]) -> list[RowInputs]:
+    def _rows(self, batch: Batch, drafts: list[Draft]) -> list[RowInputs]:
+        drafting = self.drafting
         rows = []
         for row, draft in zip(batch.rows, drafts, strict=True):
-            sequence, last = row.sequence, row.first + row.width
-            num_hiddens = 0
-            if sequence.id in self._states:
-                if sequence.num_emitted:
-                    if _may_draft(sequence, emitted=sequence.num_emitted + 1):
-                        num_hiddens = 1 + len(draft)
-                else:
-                    wanted_from = max(row.first, sequence.prompt_len - self._prompt_hiddens)
-                    num_hiddens = max(0, last - wanted_from)
-                    if row.emits:
-                        num_hiddens = max(1, num_hiddens)
+            ids = row.sequence.tokens[row.first : row.first + row.width]
+            count = draft.num_tokens
             rows.append(
                 RowInputs(
-                    cache=sequence.handle,
-                    ids=[*sequence.tokens[row.first : last], *draft],
-                    num_logits=1 + len(draft) if row.emits else 0,
-                    num_hiddens=num_hiddens,
+                    cache=row.sequence.handle,
+                    ids=[*ids, *draft.tokens],
+                    num_logits=1 + count if row.emits else 0,
+                    num_hiddens=drafting.hiddens_wanted(row, count) if drafting is not None else 0,
                 )
             )
         return rows
@@ -410,7 +302,7 @@ class Engine:
     # Verify
 
     def _verify(
-        self, batch: Batch, drafts: list[list[int]], logits: torch.Tensor
+        self, batch: Batch, drafts: list[Draft], logits: torch.Tensor
     ) -> list[Verdict | None]:
         """A verdict per row that emits, None for the others."""
         offsets: list[int] = [0]
@@ -423,10 +315,10 @@ class Engine:
             if early > 0 and sequence.stop_ids:
                 # The lowest finite number: not an infinity, which would look like a failed row.
                 lowest = torch.finfo(logits.dtype).min
-                last = start + min(early, 1 + len(draft))
+                last = start + min(early, 1 + draft.num_tokens)
                 logits[start:last, list(sequence.stop_ids)] = lowest
-            asked.append(draft)
-            offsets.append(start + 1 + len(draft))
+            asked.append(draft.tokens)
+            offsets.append(start + 1 + draft.num_tokens)
         if not asked:
             return [None] * len(drafts)
         verdicts: Iterator[Verdict] = iter(verify.greedy(logits, asked, offsets=offsets[:-1]))
@@ -437,24 +329,23 @@ class Engine:
     def _commit(
         self,
         batch: Batch,
-        drafts: list[list[int]],
+        drafts: list[Draft],
         verdicts: list[Verdict | None],
         rows: list[RowInputs],
         output: TargetOutput,
     ) -> list[Emission]:
         """Keep what was verified, end what is done, then feed the drafters of what goes on."""
         emissions: list[Emission] = []
-        going: list[_Fed] = []
+        going: list[Fed] = []
         end = 0
-        for row, draft, verdict, given in zip(batch.rows, drafts, verdicts, rows, strict=True):
-            sequence = row.sequence
+        for row, proposed, verdict, given in zip(batch.rows, drafts, verdicts, rows, strict=True):
+            sequence, draft = row.sequence, proposed.tokens
             end += given.num_hiddens
             accepted = 0
             if verdict is not None:
                 accepted = verdict.num_accepted
-                if draft and self._proposer is not None:
-                    state = self._states[sequence.id]
-                    self._contained(self._proposer.after_verify, accepted, state)
+                if draft and self.drafting is not None:
+                    self.drafting.after_verify(sequence, accepted)
                 if verdict.error:
                     self._runner.scrub(sequence.handle)
                 else:
@@ -467,9 +358,9 @@ class Engine:
             else:
                 sequence.handle.commit(row.width)
             if given.num_hiddens:
-                going.append(_Fed(row, draft, accepted, end - given.num_hiddens, end))
-        if going:
-            self._feed(going, output.hiddens)
+                going.append(Fed(row, draft, accepted, end - given.num_hiddens, end))
+        if going and self.drafting is not None:
+            self.drafting.feed(going, output.hiddens)
         return emissions
 
     def _emit(
@@ -505,93 +396,8 @@ class Engine:
             error=verdict.error if reason is FinishReason.ERROR else None,
         )
 
-    def _feed(self, going: list[_Fed], hiddens: torch.Tensor) -> None:
-        """Hand the drafters the target's own streams of what was committed.
-
-        What the next proposal starts from is copied first: the step's output is dead at the next
-        forward, and a drafter may use the same memory.
-        """
-        for fed in going:
-            if fed.row.sequence.num_emitted:
-                last = fed.end - 1 - len(fed.draft) + fed.accepted
-                self._keep_hidden(fed.row.sequence, hiddens[last])
-        caught: list[_Fed] = []
-        for fed in going:
-            if fed.row.first < fed.row.sequence.prompt_len:
-                self._feed_prompt(fed.row, hiddens[fed.start : fed.end])
-            elif fed.accepted:
-                caught.append(fed)
-        for start in range(0, len(caught), self._group):
-            group = caught[start : start + self._group]
-            assert self._proposer is not None
-            self._contained(
-                self._proposer.catchup_batch,
-                [fed.draft[: fed.accepted] for fed in group],
-                [hiddens[fed.start : fed.start + fed.accepted] for fed in group],
-                [fed.row.first + 1 for fed in group],
-                [self._states[fed.row.sequence.id] for fed in group],
-            )
-
-    def _keep_hidden(self, sequence: Sequence, hidden: torch.Tensor) -> None:
-        if not self._hiddens:
-            shape = (self._scheduler.max_num_seqs, *hidden.shape)
-            kept = torch.zeros(shape, dtype=hidden.dtype, device=hidden.device)
-            self._hiddens = list(kept)
-        self._hiddens[sequence.handle.slot].copy_(hidden)
-
-    def _feed_prompt(self, row: BatchRow, hiddens: torch.Tensor) -> None:
-        sequence = row.sequence
-        first = row.first + row.width - hiddens.shape[0]
-        if first == sequence.prompt_len - 1:
-            return  # its pair waits for the token sampled from it
-        if self._defers_prompt:
-            self._deferred.setdefault(sequence.id, []).append((hiddens.clone(), first))
-        else:
-            self._prefill(sequence, hiddens, first)
-
-    def _feed_deferred(self, sequence: Sequence) -> None:
-        for hiddens, first in self._deferred.pop(sequence.id, ()):
-            self._prefill(sequence, hiddens, first)
-
-    def _prefill(self, sequence: Sequence, hiddens: torch.Tensor, first: int) -> None:
-        assert self._proposer is not None
-        self._contained(
-            self._proposer.prefill_drafter,
-            sequence.tokens[: sequence.prompt_len],
-            hiddens,
-            self._states[sequence.id],
-            first_position=first,
-        )
-
-    # The end of a request, and what a proposer may not break
-
     def _close(self, sequence: Sequence) -> None:
         del self._requests[sequence.id]
-        self._deferred.pop(sequence.id, None)
-        if sequence.id in self._states:
-            assert self._proposer is not None
-            self._contained(self._proposer.free_state, self._states.pop(sequence.id))
+        if self.drafting is not None:
+            self.drafting.close(sequence)
         self._scheduler.remove(sequence)
-
-    def _contained(self, call: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        """Call the proposer; a raised error costs its answer and nothing else."""
-        try:
-            return call(*args, **named)
-        except Exception as error:
-            name = getattr(call, "__name__", "a call")
-            self._note_failure(f"{name} raised {type(error).__name__}: {error}")
-            return _FAILED
-
-    def _note_failure(self, what: str) -> None:
-        if not self.num_proposer_failures:
-            _log.warning(
-                "the proposer %s: %s; its drafts are dropped, the text is not affected (said once)",
-                type(self._proposer).__name__,
-                what,
-            )
-        self.num_proposer_failures += 1
-
-
-def _may_draft(sequence: Sequence, *, emitted: int) -> bool:
-    """Whether a step that begins with so many tokens emitted could use a draft."""
-    return bool(sequence.params.num_drafts) and sequence.max_emitted - emitted > 1

@@ -113,7 +113,8 @@ class Scheduler:
         reading: list[Sequence] = []
         for sequence in self._running:
             if sequence.num_emitted and sequence.handle.length == len(sequence.tokens) - 1:
-                decoding.append(BatchRow(sequence, sequence.handle.length, 1))
+                known = len(sequence.tokens)
+                decoding.append(BatchRow(sequence, known - 1, 1, known, reads=False))
             else:
                 reading.append(sequence)
         budget -= len(decoding)
@@ -124,11 +125,11 @@ class Scheduler:
             budget -= row.max_drafts
         rows = decoding
         for sequence in reading:
-            first = sequence.handle.length
-            width = min(len(sequence.tokens) - first, budget)
+            first, known = sequence.handle.length, len(sequence.tokens)
+            width = min(known - first, budget)
             if width < 1:
                 break
-            rows.append(BatchRow(sequence, first, width))
+            rows.append(BatchRow(sequence, first, width, known, reads=True))
             budget -= width
         return Batch(rows)
 
@@ -167,5 +168,5 @@ def _blocks_needed(sequence: Sequence) -> int:
 
 def _draft_room(sequence: Sequence) -> int:
     # A step emits its accepted drafts and one token more; drafts beyond that could only be cut.
-    wanted = sequence.params.num_drafts or 0
-    return max(0, min(wanted, sequence.max_emitted - sequence.num_emitted - 1))
+    room = sequence.max_emitted - sequence.num_emitted - 1
+    return max(0, min(sequence.max_drafts, room))

@@ -14,7 +14,7 @@ __all__ = ["Batch", "BatchRow", "Sequence"]
 class Sequence:
     """One request: its tokens, its limits and its handle on the caches.
 
-    Nothing here knows of drafting: a proposer's state lives with the engine, by `id`.
+    No proposer's state is here: that lives with the engine's drafting, by `id`.
 
     Attributes:
         id: the engine's number for the request, never used twice.
@@ -23,6 +23,8 @@ class Sequence:
         params: how it is decoded.
         max_emitted: tokens it may emit: `params.max_tokens`, cut where the context limit is nearer.
         stop_ids: ids that end it.
+        max_drafts: most drafts one of its steps may verify; 0: none ever.
+        adapts: whether each step's number is chosen by what pays, up to `max_drafts`.
         cache: its rows in the pools from admission to its end, else None.
     """
 
@@ -32,6 +34,8 @@ class Sequence:
     params: SamplingParams
     max_emitted: int
     stop_ids: frozenset[int] = field(default_factory=frozenset)
+    max_drafts: int = 0
+    adapts: bool = False
     cache: SequenceCache | None = None
 
     @property
@@ -58,19 +62,26 @@ class BatchRow:
     Attributes:
         sequence: whose.
         first: position of the first row, the sequence's committed length.
-        width: known tokens to run: a piece of the prompt, or the one emitted last.
-        max_drafts: drafts that may be verified behind them; 0 unless the row ends the known tokens.
+        width: known tokens to run: a piece of what is to be read, or the one emitted last.
+        known: tokens the sequence had when the row was made.
+        reads: whether it reads known tokens (a prompt, or anew what was pre-empted) rather than
+            decodes behind the token emitted last.
+        max_drafts: drafts that may be verified behind them; 0 where it reads.
+        proposed: whether a proposer was asked for this row.
     """
 
     sequence: Sequence
     first: int
     width: int
+    known: int
+    reads: bool
     max_drafts: int = 0
+    proposed: bool = False
 
     @property
     def emits(self) -> bool:
         """Whether the step's last row is the sequence's last known token, so that one follows."""
-        return self.first + self.width == len(self.sequence.tokens)
+        return self.first + self.width == self.known
 
 
 @dataclass(slots=True, eq=False)

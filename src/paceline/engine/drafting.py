@@ -1,0 +1,434 @@
+"""The engine's side of the proposer contract: who is asked, what is fed, and what may not break.
+
+Keeps each sequence's proposer state, the target's streams that the next proposal starts from, and
+what a drafter has not been told yet. Knows neither schedule nor verdict rules. Whatever a proposer
+does, the target's tokens stay what they are: its errors are counted and cost its drafts only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from paceline.draft.proposer import ContextFeed, DraftProposer
+from paceline.engine.sequence import BatchRow, Sequence
+from paceline.types import Draft, DrafterKv, DraftRequest
+
+__all__ = ["MAX_FAILURES", "Drafting", "Fed", "may_draft"]
+
+_log = logging.getLogger(__name__)
+
+_FAILED = object()
+"""What a contained call gives where the proposer raised; None is an answer of its own."""
+
+_NOTHING = Draft(tokens=[])
+
+MAX_FAILURES = 16
+"""Failures after which a proposer is no longer asked, where nobody says otherwise."""
+
+
+@dataclass(slots=True, eq=False)
+class Fed:
+    """A row whose sequence goes on, and where its streams stand in the step's output.
+
+    Attributes:
+        row: the row; its sequence holds by now what the step emitted.
+        drafts: ids that were verified behind the row's known tokens.
+        accepted: how many of them stand.
+        start: first of the row's streams in the step's output.
+        end: one past the last.
+    """
+
+    row: BatchRow
+    drafts: list[int]
+    accepted: int
+    start: int
+    end: int
+
+
+class Drafting:
+    """Everything the engine does with its proposer.
+
+    Args:
+        proposer: whom to ask.
+        vocab_size: ids a draft may hold are below it.
+        max_seq_len: most tokens of a sequence.
+        max_num_seqs: slots of the target's caches; streams are kept by slot.
+        max_failures: failures after which the proposer is switched off.
+
+    Attributes:
+        proposer: whom to ask.
+        prompt_hiddens: last rows of a prompt whose streams the proposer can use.
+        num_failures: calls that raised and drafts that had to be cut; each costs drafts, never
+            tokens.
+        is_off: whether the proposer failed so often that it is no longer asked.
+        num_catchup_rows: pairs handed over after stretches in which nothing was drafted.
+    """
+
+    def __init__(
+        self,
+        proposer: DraftProposer[Any],
+        *,
+        vocab_size: int,
+        max_seq_len: int,
+        max_num_seqs: int,
+        max_failures: int = MAX_FAILURES,
+    ) -> None:
+        self.proposer = proposer
+        self.prompt_hiddens = proposer.prefill_hidden_rows(max_seq_len)
+        self.num_failures = 0
+        self.is_off = False
+        self.num_catchup_rows = 0
+        self._max_failures = max_failures
+        self._vocab_size = vocab_size
+        self._max_num_seqs = max_num_seqs
+        self._defers_prompt = proposer.prefill_uses_shared_buffers
+        self._group = max(1, proposer.propose_batch_max())
+        self._states: dict[int, Any] = {}
+        self._deferred: dict[int, list[tuple[torch.Tensor, int, int]]] = {}
+        self._held_through: dict[int, int] = {}
+        self._carried: dict[int, DrafterKv] = {}
+        self._behind: set[int] = set()
+        self._kept: torch.Tensor | None = None
+        self._kept_from = [0] * max_num_seqs
+        # A proposer that catches up is told at once what was decoded without it.
+        catches_up = type(proposer).catchup_drafter is not ContextFeed.catchup_drafter
+        self._ring = max(1, min(self.prompt_hiddens, max_seq_len)) if catches_up else 1
+
+    @property
+    def num_states(self) -> int:
+        """Sequences with a state of the proposer's."""
+        return len(self._states)
+
+    @property
+    def num_kept_prompts(self) -> int:
+        """Sequences whose prompt streams wait for the first propose."""
+        return len(self._deferred)
+
+    @property
+    def num_carried(self) -> int:
+        """Sequences that were pre-empted and whose rows wait for them."""
+        return len(self._carried)
+
+    def has_state(self, sequence: Sequence) -> bool:
+        """Whether the sequence is drafted for; never once the proposer is off."""
+        return sequence.id in self._states and not self.is_off
+
+    # Sequences come and go
+
+    def open(self, sequence: Sequence) -> None:
+        """Give an admitted sequence its state, if it will ever draft, and its rows from before."""
+        if (
+            self.is_off
+            or sequence.id in self._states
+            or not may_draft(sequence, max(1, sequence.num_emitted))
+        ):
+            return
+        state = self._contained(self.proposer.alloc_state_for, sequence.budget_tokens)
+        if state is _FAILED:
+            return
+        self._states[sequence.id] = state
+        carried = self._carried.pop(sequence.id, None)
+        if carried is not None and self._install(carried, state):
+            newest = self._contained(self.proposer.last_pair_key, state)
+            if isinstance(newest, int):
+                self._held_through[sequence.id] = newest
+
+    def suspend(self, sequence: Sequence) -> None:
+        """Put a pre-empted sequence's rows aside and free its state; `open` brings them back."""
+        if sequence.id in self._states:
+            kv = self._contained(self.proposer.take_drafter_kv, self._states[sequence.id])
+            if isinstance(kv, DrafterKv):
+                self._carried[sequence.id] = kv
+        self._release(sequence)
+
+    def close(self, sequence: Sequence) -> None:
+        """Free all that is held for a sequence."""
+        self._release(sequence)
+        carried = self._carried.pop(sequence.id, None)
+        if carried is not None:
+            self._contained(self.proposer.free_drafter_kv, carried)
+
+    def _release(self, sequence: Sequence) -> None:
+        self._deferred.pop(sequence.id, None)
+        self._held_through.pop(sequence.id, None)
+        self._behind.discard(sequence.id)
+        if sequence.id in self._states:
+            self._contained(self.proposer.free_state, self._states.pop(sequence.id))
+
+    def _install(self, kv: DrafterKv, state: Any) -> bool:
+        if self._contained(self.proposer.install_drafter_kv, kv, state) is True:
+            return True
+        self._contained(self.proposer.free_drafter_kv, kv)
+        return False
+
+    # Asking
+
+    def propose(self, rows: Items[BatchRow]) -> list[Draft]:
+        """Ask for drafts behind each row's last token, in groups the proposer can take.
+
+        Args:
+            rows: rows of one known token each, with `max_drafts` of at least 1.
+
+        Returns:
+            One draft per row, its ids checked; possibly empty.
+        """
+        drafts: list[Draft] = []
+        for start in range(0, len(rows), self._group):
+            drafts += self._propose_group(rows[start : start + self._group])
+        return drafts
+
+    def _propose_group(self, rows: Items[BatchRow]) -> list[Draft]:
+        proposer = self.proposer
+        for row in rows:
+            self._feed_deferred(row.sequence)
+            if row.sequence.id in self._behind:
+                self._catch_up(row.sequence)
+            row.proposed = True
+        if self.is_off:
+            return [_NOTHING] * len(rows)
+        states = [self._states[row.sequence.id] for row in rows]
+        requests = [
+            DraftRequest(
+                last_token=row.sequence.tokens[-1],
+                position=len(row.sequence.tokens) - 1,
+                target_hidden=self._kept_row(row.sequence, len(row.sequence.tokens) - 2),
+                num_drafts=row.max_drafts,
+                history=row.sequence.tokens,
+            )
+            for row in rows
+        ]
+        answers: Any = None
+        if len(rows) > 1:
+            answers = self._contained(proposer.propose_batch, requests, states)
+            if isinstance(answers, list) and len(answers) != len(rows):
+                self._note_failure(f"{len(answers)} drafts for {len(rows)} requests")
+                return [_NOTHING] * len(rows)
+            if answers is _FAILED:
+                # Some states may be half way; asking each again would not make them whole.
+                return [_NOTHING] * len(rows)
+        if not isinstance(answers, list):
+            answers = [
+                _FAILED if self.is_off else self._contained(proposer.propose, request, state)
+                for request, state in zip(requests, states, strict=True)
+            ]
+        return [
+            self._checked(answer, request, state)
+            for answer, request, state in zip(answers, requests, states, strict=True)
+        ]
+
+    def _checked(self, draft: Any, request: DraftRequest, state: Any) -> Draft:
+        """A draft cut to its leading tokens that can be verified."""
+        if draft is _FAILED:
+            return _NOTHING
+        if isinstance(draft, Draft) and draft.device_tokens is not None:
+            if draft.num_tokens <= request.num_drafts:
+                return draft
+            self._note_failure(f"{draft.num_tokens} drafts; allowed are {request.num_drafts}")
+            return replace(draft, device_tokens=draft.device_tokens[: request.num_drafts])
+        if not isinstance(draft, Draft) or not isinstance(draft.tokens, list):
+            self._note_failure(f"{draft!r:.80} where a Draft with a list of ids is due")
+            return _NOTHING
+        vocab, tokens = self._vocab_size, draft.tokens
+        good = 0
+        for token in tokens[: request.num_drafts]:
+            if not isinstance(token, int) or not 0 <= token < vocab:
+                break
+            good += 1
+        if good == len(tokens):
+            return draft
+        if good < request.num_drafts:
+            self._note_failure(f"draft id {tokens[good]!r}; allowed are ids 0 to {vocab - 1}")
+        else:
+            self._note_failure(f"{len(tokens)} drafts; allowed are {request.num_drafts}")
+        if not good:
+            self._contained(self.proposer.after_verify, 0, state)
+        confidence = draft.confidence[:good] if draft.confidence else None
+        return replace(draft, tokens=tokens[:good], confidence=confidence)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Take back a draft that no verdict will follow."""
+        self.after_verify(sequence, 0)
+
+    def after_verify(self, sequence: Sequence, num_accepted: int) -> None:
+        """Hand over the verdict on a draft that was not empty."""
+        if sequence.id in self._states:
+            state = self._states[sequence.id]
+            self._contained(self.proposer.after_verify, num_accepted, state)
+
+    # Feeding
+
+    def hiddens_wanted(self, row: BatchRow, num_drafts: int) -> int:
+        """Say how many of a row's last streams are needed, drafts' rows included."""
+        sequence = row.sequence
+        if not self.has_state(sequence):
+            return 0
+        if not row.reads:
+            return 1 + num_drafts if may_draft(sequence, sequence.num_emitted + 1) else 0
+        last = row.first + row.width
+        wanted = max(row.first, row.known - self.prompt_hiddens)
+        held = self._held_through.get(sequence.id)
+        if held is not None:
+            wanted = max(wanted, held + 1)
+        # A proposal begins with the streams of the last known token but one, or of the last.
+        return max(1 if last >= row.known - 1 else 0, last - wanted)
+
+    def feed(self, going: Items[Fed], hiddens: torch.Tensor) -> None:
+        """Hand the drafter the target's own streams of what was committed.
+
+        What the next proposal starts from is copied first: the step's output is dead at the next
+        forward, and a drafter may use the same memory.
+
+        Args:
+            going: rows whose sequences go on, each with a state and streams.
+            hiddens: [H, hc_mult, hidden], the step's output.
+        """
+        for fed in going:
+            self._keep(fed, hiddens)
+        caught: list[Fed] = []
+        for fed in going:
+            if fed.row.reads:
+                self._feed_known(fed.row, hiddens[fed.start : fed.end])
+                continue
+            if fed.accepted:
+                caught.append(fed)
+            if not fed.row.proposed and self._ring > 1:
+                self._behind.add(fed.row.sequence.id)
+        for start in range(0, len(caught), self._group):
+            group = caught[start : start + self._group]
+            self._contained(
+                self.proposer.catchup_batch,
+                [fed.drafts[: fed.accepted] for fed in group],
+                [hiddens[fed.start : fed.start + fed.accepted] for fed in group],
+                [fed.row.first + 1 for fed in group],
+                [self._states[fed.row.sequence.id] for fed in group],
+            )
+
+    def _keep(self, fed: Fed, hiddens: torch.Tensor) -> None:
+        """Copy the committed rows' streams, by position modulo the ring."""
+        row, ring = fed.row, self._ring
+        slot = row.sequence.handle.slot
+        kept = self._kept_memory(hiddens)
+        committed = row.first + row.width + fed.accepted
+        end = fed.end - len(fed.drafts) + fed.accepted
+        if row.reads:
+            self._kept_from[slot] = committed - 1
+            kept[slot, (committed - 1) % ring].copy_(hiddens[end - 1])
+            return
+        for back in range(min(fed.accepted, ring - 1) + 1):
+            kept[slot, (committed - 1 - back) % ring].copy_(hiddens[end - 1 - back])
+
+    def _kept_memory(self, like: torch.Tensor) -> torch.Tensor:
+        if self._kept is None:
+            shape = (self._max_num_seqs, self._ring, *like.shape[-2:])
+            self._kept = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        return self._kept
+
+    def _kept_row(self, sequence: Sequence, position: int) -> torch.Tensor:
+        assert self._kept is not None, "nothing was kept before a proposal"
+        return self._kept[sequence.handle.slot, position % self._ring]
+
+    def _catch_up(self, sequence: Sequence) -> None:
+        """Tell the drafter of the pairs that came while it was not asked, as far as they matter."""
+        self._behind.discard(sequence.id)
+        state = self._states[sequence.id]
+        newest = self._contained(self.proposer.last_pair_key, state)
+        if newest is _FAILED or self._kept is None:
+            return
+        slot, position = sequence.handle.slot, len(sequence.tokens) - 1
+        # Keys up to position - 2; the pair of the token sampled last is the propose's own.
+        oldest = max(self._kept_from[slot], position - self._ring)
+        first = oldest if newest is None else max(oldest, newest + 1)
+        if first < position - 1:
+            at = [key % self._ring for key in range(first, position - 1)]
+            streams = self._kept[slot].index_select(0, torch.tensor(at, device=self._kept.device))
+            self._append(sequence, streams, first)
+
+    def _append(self, sequence: Sequence, streams: torch.Tensor, first: int) -> None:
+        """Append the pairs of `streams`, which stand at positions first and on."""
+        state = self._states[sequence.id]
+        held = self._contained(self.proposer.drafter_rows, state)
+        if held is _FAILED:
+            return
+        written = self._contained(
+            self.proposer.catchup_drafter,
+            sequence.tokens[first + 1 : first + 1 + streams.shape[0]],
+            streams,
+            held,
+            first + 1,
+            state,
+        )
+        if isinstance(written, int):
+            self.num_catchup_rows += written
+
+    def _feed_known(self, row: BatchRow, hiddens: torch.Tensor) -> None:
+        sequence = row.sequence
+        first = row.first + row.width - hiddens.shape[0]
+        # The last known token's pair waits for the token sampled from it.
+        count = min(hiddens.shape[0], row.known - 1 - first)
+        if count < 1:
+            return
+        if self._defers_prompt:
+            waiting = self._deferred.setdefault(sequence.id, [])
+            waiting.append((hiddens[:count].clone(), first, row.known))
+        else:
+            self._feed_pairs(sequence, hiddens[:count], first, row.known)
+
+    def _feed_deferred(self, sequence: Sequence) -> None:
+        for hiddens, first, known in self._deferred.pop(sequence.id, ()):
+            self._feed_pairs(sequence, hiddens, first, known)
+
+    def _feed_pairs(
+        self, sequence: Sequence, hiddens: torch.Tensor, first: int, known: int
+    ) -> None:
+        held = self._held_through.get(sequence.id)
+        if held is None:
+            self._contained(
+                self.proposer.prefill_drafter,
+                sequence.tokens[:known],
+                hiddens,
+                self._states[sequence.id],
+                first_position=first,
+            )
+            return
+        skip = max(0, held + 1 - first)
+        if skip < hiddens.shape[0]:
+            self._append(sequence, hiddens[skip:], first + skip)
+            self._held_through[sequence.id] = first + hiddens.shape[0] - 1
+
+    # What a proposer may not break
+
+    def _contained(self, call: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """Call the proposer; a raised error costs its answer and nothing else."""
+        try:
+            return call(*args, **named)
+        except Exception as error:
+            name = getattr(call, "__name__", "a call")
+            self._note_failure(f"{name} raised {type(error).__name__}: {error}")
+            return _FAILED
+
+    def _note_failure(self, what: str) -> None:
+        if not self.num_failures:
+            _log.warning(
+                "the proposer %s: %s; its drafts are dropped, the text is not affected (said once)",
+                type(self.proposer).__name__,
+                what,
+            )
+        self.num_failures += 1
+        if self.num_failures >= self._max_failures and not self.is_off:
+            self.is_off = True
+            _log.error(
+                "the proposer %s failed %d times and is switched off; decoding goes on without",
+                type(self.proposer).__name__,
+                self.num_failures,
+            )
+
+
+def may_draft(sequence: Sequence, emitted: int) -> bool:
+    """Whether a step that begins with so many tokens emitted could use a draft."""
+    return sequence.max_drafts > 0 and sequence.max_emitted - emitted > 1
