@@ -49,6 +49,7 @@ def main() -> None:
         "max_seq_len": args.max_seq_len,
         "device": args.device,
         "backend": args.backend,
+        "prefix_cache": False,
     }
 
     plain: list[list[int]] = []

@@ -103,7 +103,7 @@ def provenance(*, model: Path, prompts: Path, device: str = "cpu") -> dict[str, 
     return {
         "command": [Path(sys.argv[0]).name, *map(shown, sys.argv[1:])],
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        **_commit(),
+        **commit(),
         "versions": versions,
         "cpu": _cpu_model(),
         "cores": _usable_cores(),
@@ -123,7 +123,7 @@ def shown(argument: str) -> str:
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
-def _commit() -> dict[str, Any]:
+def commit() -> dict[str, Any]:
     """Commit, and whether anything that a figure depends on differs from it."""
 
     def git(*arguments: str) -> str | None:
@@ -269,6 +269,7 @@ class PacelineEngine:
                 max_seq_len=max_seq_len,
                 num_threads=num_threads,
                 backend=backend,
+                prefix_cache=False,
             )
             for drafts in draft_lengths
         }
@@ -330,11 +331,16 @@ def counts(stats: Any) -> dict[str, Any]:
         "num_accepted": stats.num_accepted,
         "drafted_at": list(stats.drafted_at),
         "accepted_at": list(stats.accepted_at),
+        "reached_at": list(stats.reached_at),
     }
 
 
 def add_counts(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Sum `counts` of several runs; lists are added place by place."""
+    """Sum `counts` of several runs; lists are added place by place.
+
+    Results stored before `reached_at` was counted go without it, and so does a sum with one.
+    """
+    rows = list(rows)
     total: dict[str, Any] = {
         "num_steps": 0,
         "num_draft_steps": 0,
@@ -342,9 +348,14 @@ def add_counts(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
         "num_accepted": 0,
         "drafted_at": [],
         "accepted_at": [],
+        "reached_at": [],
     }
+    if not all("reached_at" in row for row in rows):
+        del total["reached_at"]
     for row in rows:
         for name, value in row.items():
+            if name not in total:
+                continue
             if isinstance(value, list):
                 mine = total[name]
                 mine.extend([0] * (len(value) - len(mine)))
@@ -359,7 +370,8 @@ def acceptance(total: dict[str, Any]) -> dict[str, Any]:
     """Counts and the ratios that docs/metrics.md defines, of summed `counts`."""
     drafted, accepted = total["drafted_at"], total["accepted_at"]
     steps = total["num_draft_steps"]
-    reached = [steps, *accepted[:-1]]
+    # Where steps of different widths were summed without this count, more than did reach a place.
+    reached = total.get("reached_at", [steps, *accepted[:-1]])
     at_least = [steps, *accepted]
     return {
         **total,

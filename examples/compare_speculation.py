@@ -11,7 +11,8 @@ from paceline import LLM, SamplingParams
 PROMPTS = ["def fibonacci(n):\n", "class Stack:\n    def push(self, item):\n", "import json\n"]
 
 model = sys.argv[1] if len(sys.argv) > 1 else None
-with LLM(model) as llm:
+# Without the cache of prefixes: every number of drafts reads its prompts itself.
+with LLM(model, prefix_cache=False) as llm:
     tokens = {}
     for num_drafts in (0, 1, 2, 3):
         params = SamplingParams(max_tokens=64, ignore_eos=True, num_drafts=num_drafts)

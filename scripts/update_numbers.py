@@ -370,6 +370,63 @@ def device_environment(result: Result) -> str:
     return f"{line}. Recorded {result['recorded']}." if "recorded" in result else line
 
 
+def device_graph_speed(result: Result) -> str:
+    """Captured steps against steps as they are, drafts off and on."""
+    rows = []
+    for run in result["speed"]:
+        cells = {(r["batch"], r["num_drafts"], r["mode"]): r for r in run["rows"]}
+        for batch, num_drafts, mode in cells:
+            if mode == "eager":
+                continue
+            eager, row = (cells[batch, num_drafts, which] for which in ("eager", "captured"))
+            rows.append(
+                [
+                    run["dtype"],
+                    str(batch),
+                    str(num_drafts) if num_drafts else "off",
+                    _rate(eager["tokens_per_second"]),
+                    _rate(row["tokens_per_second"]),
+                    _spread(row["tokens_per_second"]),
+                    f"{row['milliseconds_per_step']:.2f}",
+                    f"{row['over_off']:.2f}",
+                    f"{row['mean_acceptance_length']:.2f}",
+                    f"{row['same_as_off']} of {row['sequences']}",
+                    f"{row['same_as_eager']} of {row['sequences']}",
+                ]
+            )
+    header = ["dtype", "batch", "drafts", "tok/s as they are", "captured", "low to high"]
+    header += ["ms a step", "against drafts off", "mean acceptance length"]
+    header += ["same as off", "same as not captured"]
+    return markdown(header, rows)
+
+
+def device_graph_steps(result: Result) -> str:
+    """One step over padding, launched operation by operation and replayed."""
+    rows = [
+        [
+            dtype,
+            row["what"],
+            str(row["batch"]),
+            f"{row['eager']:.2f}",
+            f"{row['replayed']:.2f}",
+            f"{row['eager'] / row['replayed']:.1f}",
+        ]
+        for dtype, steps in result["steps"].items()
+        for row in steps
+    ]
+    header = ["dtype", "step", "batch", "as it is, ms", "replayed, ms", "ratio"]
+    return markdown(header, rows, left=2)
+
+
+def device_graph_captures(result: Result) -> str:
+    """What captures cost."""
+    run = result["speed"][0]
+    return (
+        f"{run['captures']} shapes of the target were captured in "
+        f"{run['capture_seconds']:.1f} seconds"
+    )
+
+
 def torch_sentence(result: Result) -> str:
     """What drafts bring where plain torch runs."""
     run, ratios = _run(result, 1), result["ratios"]
@@ -406,7 +463,59 @@ def kernel_steps(result: Result) -> str:
     return markdown(header, rows)
 
 
+def length_simulation(result: Result) -> str:
+    """The controller against fixed draft lengths, by scenario."""
+    rows = []
+    for one in result["scenarios"]:
+        fixed = one["fixed_tokens_per_second"]
+        rows.append(
+            [
+                one["name"],
+                str(one["batch"]),
+                f"{one['steps']:,}",
+                f"{max(fixed) / fixed[0]:.2f}",
+                str(one["best_fixed"]) if one["best_fixed"] else "off",
+                f"{one['mean_length']:.2f}",
+                f"{one['over_best_fixed']:.3f}",
+                f"{one['worst_seed_over_best_fixed']:.3f}",
+                f"{one['over_off']:.3f}",
+            ]
+        )
+    header = ["scenario", "batch", "steps", "best fixed against off", "best fixed K", "mean K"]
+    header += ["against best fixed", "its worst seed", "against off"]
+    return markdown(header, rows)
+
+
+def length_sentence(result: Result) -> str:
+    """The worst of all scenarios."""
+    if not result["complete"]:
+        raise NumbersError("length-simulation.json holds some scenarios only")
+    rows = result["scenarios"]
+    worst = min(rows, key=lambda one: one["over_best_fixed"])
+    off = min(rows, key=lambda one: one["over_off"])
+    ahead = sum(one["over_best_fixed"] > 1 for one in rows)
+    return (
+        f"Over {len(rows)} scenarios, {result['seeds']} seeds each, the controller loses at most "
+        f"{100 * (1 - worst['over_best_fixed']):.1f} % against the fixed length that is best for "
+        f"the scenario ({worst['name']}), and at most {100 * (1 - off['over_off']):.1f} % against "
+        f"drafts off ({off['name']}); in {ahead} it beats every fixed length"
+    )
+
+
+def length_environment(result: Result) -> str:
+    """How to repeat it."""
+    clean = {True: "clean", False: "with uncommitted changes", None: "not a checkout"}
+    commit = (result["commit"] or "unknown")[:12]
+    return (
+        f"`python benchmarks/{' '.join(result['command'])}`, commit {commit} "
+        f"({clean[result['clean']]}), {result['date']}, Python {result['python']}"
+    )
+
+
 RENDER: dict[str, tuple[str, Callable[[Result], str]]] = {
+    "length-simulation": ("length-simulation", length_simulation),
+    "length-sentence": ("length-simulation", length_sentence),
+    "length-environment": ("length-simulation", length_environment),
     "decode-torch-sentence": ("decode-torch", torch_sentence),
     "decode-torch-batch-1": ("decode-torch", lambda result: decode_table(result, 1)),
     "decode-torch-environment": ("decode-torch", environment),
@@ -419,6 +528,10 @@ RENDER: dict[str, tuple[str, Callable[[Result], str]]] = {
     "device-summary": ("device", device_summary),
     "device-differences": ("device", device_differences),
     "device-environment": ("device", device_environment),
+    "device-graphs-speed": ("device-graphs", device_graph_speed),
+    "device-graphs-steps": ("device-graphs", device_graph_steps),
+    "device-graphs-captures": ("device-graphs", device_graph_captures),
+    "device-graphs-environment": ("device-graphs", device_environment),
     "decode-sentence": ("decode", decode_sentence),
     "decode-summary": ("decode", decode_summary),
     "decode-batch-1": ("decode", lambda result: decode_table(result, 1)),

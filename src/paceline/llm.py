@@ -11,14 +11,16 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 
 from paceline import bundled_model_path
 from paceline.config import ModelConfig
-from paceline.draft import DeepseekV4MtpHead, DraftProposer
+from paceline.draft import CombinedProposer, DeepseekV4MtpHead, DraftProposer, NgramProposer
 from paceline.engine import Emission, Engine
+from paceline.engine.engine import AUTO
+from paceline.engine.graphs import CudaCapture
 from paceline.models.deepseek_v4.build import Built, build
 from paceline.models.deepseek_v4.checkpoint import Checkpoint, load_weights
 from paceline.text import Detokenizer, Tokenizer
@@ -40,8 +42,12 @@ __all__ = ["LLM", "Prompt", "ProposerContext"]
 Prompt = str | list[int]
 """One prompt: text, or the ids it stands for."""
 
+Drafter = Literal["mtp", "ngram", "mtp+ngram"]
+"""The package's own drafters, by name."""
+
 DEFAULT_NUM_DRAFTS = 3
 DEFAULT_MAX_SEQ_LEN = 4096
+DEFAULT_PREFIX_CACHE_BYTES = 256 << 20
 
 _DTYPES = {
     "float32": torch.float32,
@@ -79,8 +85,9 @@ class LLM:
 
     Args:
         model: checkpoint folder; None takes the one that ships with the package.
-        num_drafts: drafts per step, 0 to 8, for requests that do not say. None: 3 where the
-            checkpoint has an MTP head or a proposer is given, else 0.
+        num_drafts: drafts per step, 0 to 8, for requests that do not say, or "auto": as many as pay
+            by what is measured while it runs, possibly none. None: 3 where the checkpoint has an
+            MTP head or a proposer is given, else 0.
         max_seq_len: context limit, prompt included; None: the model's, at most 4096.
         max_num_seqs: sequences that run at once; further ones wait.
         max_num_batched_tokens: most rows of one target forward; long prompts are cut into pieces.
@@ -89,9 +96,17 @@ class LLM:
             elsewhere. Weights stay as the checkpoint stores them.
         backend: "torch" for plain operations, "fused" for the compiled CPU kernels, "auto" for
             those where they can be had.
+        graphs: capture steps as CUDA graphs and replay them; None: wherever the device is one.
         proposer: drafts come from it and not from the MTP head: a `DraftProposer`, or a callable
             that makes one from a `ProposerContext`.
+        drafter: which of the package's own drafts: "mtp", the checkpoint's head; "ngram", lookup in
+            the text so far; "mtp+ngram", lookup where a long run of tokens comes again and the head
+            elsewhere. None: the head where there is one. Not together with `proposer`.
         mtp_vocab_size: the MTP head drafts among the first so many ids; 0: among all.
+        prefix_cache: keep what requests computed, so that a later one that begins alike goes on
+            from there: the next turn of a conversation reads its new tokens only. Tokens do not
+            change. See docs/prefix_cache.md.
+        prefix_cache_bytes: most bytes of what is kept; the least recently used goes first.
         num_threads: CPU threads, of the process; None leaves the choice to the libraries.
         progress: called with (bytes read, bytes to read) while loading.
 
@@ -106,31 +121,48 @@ class LLM:
     Raises:
         CheckpointError: the checkpoint cannot be served, or drafts are asked for and it holds no
             MTP head.
-        ConfigError: a value is out of range, or the device, dtype or backend cannot be had.
+        ConfigError: a value is out of range, the device, dtype or backend cannot be had, or two
+            drafters are asked for.
     """
 
     def __init__(
         self,
         model: str | os.PathLike[str] | None = None,
         *,
-        num_drafts: int | None = None,
+        num_drafts: int | Literal["auto"] | None = None,
         max_seq_len: int | None = None,
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 256,
         device: str | torch.device = "cpu",
         dtype: str | torch.dtype = "auto",
         backend: Literal["auto", "torch", "fused"] = "auto",
+        graphs: bool | None = None,
         proposer: DraftProposer[Any] | ProposerFactory | None = None,
+        drafter: Drafter | None = None,
         mtp_vocab_size: int = 0,
+        prefix_cache: bool = True,
+        prefix_cache_bytes: int = DEFAULT_PREFIX_CACHE_BYTES,
         num_threads: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         place = _device(device)
         kind = _dtype(dtype, place)
-        _check_int("num_drafts", num_drafts, 0, MAX_NUM_DRAFTS, optional=True)
+        if graphs and place.type != "cuda":
+            raise ConfigError(f"graphs is True on {str(place)!r}; allowed is a CUDA device")
+        captures = place.type == "cuda" if graphs is None else graphs
+        if isinstance(num_drafts, str) and num_drafts != AUTO:
+            raise ConfigError(
+                f"num_drafts is {num_drafts!r}; allowed are 0 to {MAX_NUM_DRAFTS} and {AUTO!r}"
+            )
+        if not isinstance(num_drafts, str):
+            _check_int("num_drafts", num_drafts, 0, MAX_NUM_DRAFTS, optional=True)
         _check_int("max_num_seqs", max_num_seqs, 1)
         _check_int("max_num_batched_tokens", max_num_batched_tokens, max_num_seqs)
         _check_int("num_threads", num_threads, 1, optional=True)
+        _check_int("prefix_cache_bytes", prefix_cache_bytes, 1)
+        if not isinstance(prefix_cache, bool):
+            raise ConfigError(f"prefix_cache is {prefix_cache!r}; allowed is True or False")
+        _check_drafter(drafter, proposer)
         path = bundled_model_path() if model is None else Path(model)
 
         checkpoint = Checkpoint.open(path)
@@ -140,8 +172,10 @@ class LLM:
         if max_seq_len is None:
             max_seq_len = min(config.max_position_embeddings, DEFAULT_MAX_SEQ_LEN)
         has_head = checkpoint.drafter == "mtp"
+        left_open = num_drafts is None
         if num_drafts is None:
-            num_drafts = DEFAULT_NUM_DRAFTS if has_head or proposer is not None else 0
+            chosen = has_head or proposer is not None or drafter is not None
+            num_drafts = DEFAULT_NUM_DRAFTS if chosen else 0
         # The file is small and its vocabulary belongs to what is refused before the weights are
         # read; that it is missing matters to text only.
         tokenizer = None
@@ -155,7 +189,9 @@ class LLM:
         weights = load_weights(
             path,
             config,
-            want_drafter=has_head if callable(proposer) else num_drafts > 0 and proposer is None,
+            want_drafter=has_head
+            if callable(proposer)
+            else num_drafts != 0 and proposer is None and drafter != "ngram",
             progress=progress,
         )
         built = build(
@@ -164,17 +200,22 @@ class LLM:
         context = ProposerContext(
             config=config, built=built, max_seq_len=max_seq_len, max_num_seqs=max_num_seqs
         )
+        made = _make_proposer(proposer, drafter, context, num_drafts, mtp_vocab_size)
+        in_blocks = made is not None and made.block_gamma is not None
         self._set_up(
             Engine(
                 built.model,
                 config,
-                proposer=_make_proposer(proposer, context, num_drafts, mtp_vocab_size),
-                num_drafts=num_drafts,
+                proposer=made,
+                # A block drafter's width says how many, where the caller does not.
+                num_drafts=None if left_open and in_blocks else num_drafts,
                 max_seq_len=max_seq_len,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
+                prefix_cache_bytes=prefix_cache_bytes if prefix_cache else 0,
                 device=place,
                 dtype=kind,
+                capture=CudaCapture(place) if captures else None,
             ),
             tokenizer,
             path,
@@ -339,7 +380,7 @@ class LLM:
             raise CheckpointError(
                 f"{where} has no tokenizer.json; prompts must be lists of ids then"
             )
-        return self.tokenizer.encode(prompt, add_bos=add_bos)
+        return self.tokenizer.encode(prompt, add_bos=add_bos, allow_special=True)
 
 
 class _Live:
@@ -380,7 +421,11 @@ class _Live:
             text="".join(self._texts),
             token_ids=self._token_ids,
             finish_reason=FinishReason(emission.finish_reason),
-            usage=Usage(prompt_tokens=len(self._prompt), completion_tokens=len(self._token_ids)),
+            usage=Usage(
+                prompt_tokens=len(self._prompt),
+                completion_tokens=len(self._token_ids),
+                cached_tokens=emission.cached_tokens,
+            ),
             speculation=emission.stats,
             drafted=self._drafted,
             prompt_token_ids=self._prompt,
@@ -475,10 +520,25 @@ def _as_params(
     return each
 
 
+def _check_drafter(
+    drafter: Drafter | None, proposer: DraftProposer[Any] | ProposerFactory | None
+) -> None:
+    names = get_args(Drafter)
+    if drafter is not None and drafter not in names:
+        raise ConfigError(f"drafter is {drafter!r}; allowed are {', '.join(map(repr, names))}")
+    if drafter is not None and proposer is not None:
+        name = getattr(proposer, "__name__", type(proposer).__name__)
+        raise ConfigError(
+            f"drafter is {drafter!r} and proposer is {name}; only one can draft, so give one of "
+            "them (a CombinedProposer is one proposer of two)"
+        )
+
+
 def _make_proposer(
     given: DraftProposer[Any] | ProposerFactory | None,
+    drafter: Drafter | None,
     context: ProposerContext,
-    num_drafts: int,
+    num_drafts: int | Literal["auto"],
     mtp_vocab_size: int,
 ) -> DraftProposer[Any] | None:
     if isinstance(given, DraftProposer):
@@ -491,9 +551,11 @@ def _make_proposer(
             )
         return made
     built = context.built
+    if num_drafts and drafter == "ngram":
+        return NgramProposer()
     if not num_drafts or built.mtp is None:
         return None
-    return DeepseekV4MtpHead.new(
+    head = DeepseekV4MtpHead.new(
         built.mtp,
         built.embed_tokens,
         built.lm_head,
@@ -503,6 +565,10 @@ def _make_proposer(
         num_slots=context.max_num_seqs,
         max_width=MAX_NUM_DRAFTS + 1,
     )
+    if drafter != "mtp+ngram":
+        return head
+    # Where the head drafts too, a lookup must be surer of itself than alone.
+    return CombinedProposer(NgramProposer(min_ngram=8, max_ngram=8), head)
 
 
 def _device(given: str | torch.device) -> torch.device:

@@ -10,9 +10,10 @@ PacelineError
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NewType
+from typing import TYPE_CHECKING, Any, Literal, NewType
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +36,7 @@ __all__ = [
     "SamplingParams",
     "SpeculationStats",
     "StreamChunk",
+    "TokenLogprob",
     "UnsupportedError",
     "Usage",
     "Verdict",
@@ -84,6 +86,7 @@ class FinishReason(StrEnum):
 
 
 _NOT_SERVED: dict[str, Any] = {
+    "temperature": 0.0,
     "top_p": 1.0,
     "top_k": 0,
     "min_p": 0.0,
@@ -95,39 +98,64 @@ _NOT_SERVED: dict[str, Any] = {
     "bad_words": None,
     "n": 1,
     "stop": None,
+    "include_stop_str_in_output": False,
     "logprobs": None,
     "prompt_logprobs": None,
+    "json_schema": None,
+    "json_object": False,
+    "regex": None,
+    "grammar": None,
+    "choice": None,
 }
+"""Fields that may be given one value only, in this version."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request is decoded; the field names are vLLM's.
 
-    This version decodes greedily: `temperature` is 0 by default and any other value is refused.
-    Fields that are listed by vLLM and not served yet may be given their neutral value only.
+    Decoding is greedy by default (`temperature` 0). Every field is checked when the object is made;
+    what needs the vocabulary is checked when the request is added. Fields that this version does
+    not serve yet may be given their default only.
 
     Attributes:
         max_tokens: most tokens to emit, at least 1.
-        temperature: 0.0, greedy.
-        seed: kept for compatibility; greedy decoding draws no random number.
-        ignore_eos: go on past the end-of-sequence token.
+        temperature: 0 is greedy, as is anything under 1e-5; no upper bound.
+        top_p: mass of the most probable ids to draw from, above 0 and at most 1.
+        top_k: most probable ids to draw from; 0 and -1 are all.
+        min_p: ids below this share of the largest probability are not drawn, 0 to 1.
+        repetition_penalty: above 0; over 1 makes ids of prompt and output less likely.
+        presence_penalty: taken from the logit of ids of the output, -2 to 2.
+        frequency_penalty: taken as often as the id is in the output, -2 to 2.
+        logit_bias: id to what is added to its logit, -100 to 100.
+        allowed_token_ids: the only ids that may be emitted, or None.
+        bad_words: texts that may not be emitted.
+        seed: of the noise, 0 to 2^64 - 1; the same seed gives the same tokens, whatever is drafted
+            and whatever else runs. None: no two requests draw the same.
+        n: answers to give, each with noise of its own; several need a temperature.
+        min_tokens: no end-of-sequence or stop id comes before so many tokens.
+        stop: texts that end the answer.
         stop_token_ids: further ids that end the sequence; the id is kept in `token_ids`.
-        min_tokens: no end-of-sequence or stop id ends the sequence before so many tokens.
-        num_drafts: drafts per step for this request; None takes the engine's, 0 turns drafting off.
+        ignore_eos: go on past the end-of-sequence token.
+        include_stop_str_in_output: keep the stop text in the answer.
+        logprobs: log-probabilities of each token and of so many most probable ids, 0 to 20.
+        prompt_logprobs: the same for the prompt.
+        json_schema: JSON schema the answer follows, as text or as a mapping.
+        json_object: whether the answer is a JSON object.
+        regex: regular expression the answer matches.
+        grammar: EBNF grammar the answer follows.
+        choice: texts one of which is the answer.
+        num_drafts: drafts per step for this request; None takes the engine's, 0 turns drafting off,
+            "auto" lets the engine choose.
 
     Raises:
-        RequestError: a value is out of range (says what was given and what is allowed).
-        UnsupportedError: a field of vLLM's that this version does not serve is not neutral.
+        RequestError: a value is out of range, or two contradict each other (says what was given and
+            what is allowed).
+        UnsupportedError: a field that this version does not serve is not neutral.
     """
 
     max_tokens: int = 16
     temperature: float = 0.0
-    seed: int | None = None
-    ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] | list[int] = ()
-    min_tokens: int = 0
-    num_drafts: int | None = None
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
@@ -135,39 +163,129 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: tuple[int, ...] | list[int] | None = None
+    bad_words: tuple[str, ...] | list[str] | None = None
+    seed: int | None = None
     n: int = 1
-    stop: str | list[str] | None = None
+    min_tokens: int = 0
+    stop: str | tuple[str, ...] | list[str] | None = None
+    stop_token_ids: tuple[int, ...] | list[int] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    json_schema: str | dict[str, Any] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    grammar: str | None = None
+    choice: tuple[str, ...] | list[str] | None = None
+    num_drafts: int | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
-        _require_int("max_tokens", self.max_tokens, low=1)
-        _require_int("min_tokens", self.min_tokens, low=0)
-        if self.min_tokens > self.max_tokens:
-            raise RequestError(
-                f"min_tokens is {self.min_tokens}; allowed is at most max_tokens, {self.max_tokens}"
-            )
-        if self.num_drafts is not None:
-            _require_int("num_drafts", self.num_drafts, low=0, high=MAX_NUM_DRAFTS)
-        if self.seed is not None:
-            _require_int("seed", self.seed, low=0)
-        if isinstance(self.temperature, bool) or not isinstance(self.temperature, (int, float)):
-            raise RequestError(f"temperature is {self.temperature!r}; allowed is a number")
-        if self.temperature != 0:
-            raise UnsupportedError(
-                f"temperature is {self.temperature}; this version decodes greedily, allowed is 0"
-            )
-        for token in self.stop_token_ids:
-            _require_int("stop_token_ids", token, low=0)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        self._check_numbers()
+        self._check_ids()
+        self._check_texts()
+        self._check_together()
         for name, neutral in _NOT_SERVED.items():
             given = getattr(self, name)
             if given != neutral and not (name == "top_k" and given == -1):
                 raise UnsupportedError(
                     f"{name} is {given!r}; this version serves only {name}={neutral!r}"
                 )
+
+    def _check_numbers(self) -> None:
+        _require_int("max_tokens", self.max_tokens, low=1)
+        _require_int("min_tokens", self.min_tokens, low=0)
+        _require_int("n", self.n, low=1)
+        _require_int("top_k", self.top_k, low=-1)
+        if self.seed is not None:
+            _require_int("seed", self.seed, low=0, high=2**64 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _require_int(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
+        if self.num_drafts not in (None, "auto"):
+            if isinstance(self.num_drafts, str):
+                raise RequestError(
+                    f"num_drafts is {self.num_drafts!r}; allowed is an integer 0 to "
+                    f"{MAX_NUM_DRAFTS}, or 'auto'"
+                )
+            _require_int("num_drafts", self.num_drafts, low=0, high=MAX_NUM_DRAFTS)
+        _require_number("temperature", self.temperature, low=0)
+        _require_number("top_p", self.top_p, above=0, high=1)
+        _require_number("min_p", self.min_p, low=0, high=1)
+        _require_number("repetition_penalty", self.repetition_penalty, above=0)
+        _require_number("presence_penalty", self.presence_penalty, low=-2, high=2)
+        _require_number("frequency_penalty", self.frequency_penalty, low=-2, high=2)
+        for name in ("ignore_eos", "include_stop_str_in_output", "json_object"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} is {getattr(self, name)!r}; allowed is True or False")
+
+    def _check_ids(self) -> None:
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            ids = getattr(self, name)
+            if ids is None and name == "allowed_token_ids":
+                continue
+            if not isinstance(ids, (list, tuple)):
+                raise RequestError(f"{name} is {ids!r}; allowed is a list of ids")
+            for token in ids:
+                _require_int(name, token, low=0)
+            object.__setattr__(self, name, tuple(ids))
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids is empty; allowed is at least one id, or None")
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, dict):
+                raise RequestError(
+                    f"logit_bias is {self.logit_bias!r}; allowed is a mapping of ids to numbers"
+                )
+            for token, bias in self.logit_bias.items():
+                _require_int("logit_bias", token, low=0)
+                _require_number(f"logit_bias[{token}]", bias, low=-100, high=100)
+
+    def _check_texts(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "bad_words", "choice"):
+            texts = getattr(self, name)
+            if texts is None:
+                continue
+            if not isinstance(texts, (list, tuple)) or not all(
+                isinstance(text, str) and text for text in texts
+            ):
+                raise RequestError(f"{name} is {texts!r}; allowed is a list of non-empty texts")
+            object.__setattr__(self, name, tuple(texts))
+        if self.choice is not None and not self.choice:
+            raise RequestError("choice is empty; allowed is at least one text, or None")
+        for name, kinds in (
+            ("json_schema", (str, dict)),
+            ("regex", (str,)),
+            ("grammar", (str,)),
+        ):
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, kinds):
+                what = "a text or a mapping" if dict in kinds else "a text"
+                raise RequestError(f"{name} is {given!r}; allowed is {what}")
+
+    def _check_together(self) -> None:
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}; allowed is at most max_tokens, {self.max_tokens}"
+            )
+        if self.n > 1 and self.temperature < GREEDY_BELOW:
+            raise RequestError(
+                f"n is {self.n} at temperature {self.temperature}, where all answers are the same; "
+                "allowed is 1, or a temperature above 0"
+            )
+        shapes = [
+            name
+            for name in ("json_schema", "json_object", "regex", "grammar", "choice")
+            if getattr(self, name) not in (None, False)
+        ]
+        if len(shapes) > 1:
+            raise RequestError(f"{' and '.join(shapes)} are given; allowed is one of them")
+        if self.include_stop_str_in_output and not self.stop:
+            raise RequestError(
+                "include_stop_str_in_output is True without stop; allowed is False, or a stop text"
+            )
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SamplingParams:
@@ -176,6 +294,11 @@ class SamplingParams:
         Raises:
             RequestError: a key is no field (lists the fields there are).
         """
+        if "best_of" in values:
+            raise RequestError(
+                f"best_of is {values['best_of']!r}; it is not served, since it would hide tokens "
+                "that were computed; allowed is n, which returns every answer"
+            )
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(values) - known)
         if unknown:
@@ -189,6 +312,12 @@ class SamplingParams:
 MAX_NUM_DRAFTS = 8
 """Most drafts a step may verify; ring slack and kernels are sized for it."""
 
+GREEDY_BELOW = 1e-5
+"""A temperature under this decodes greedily, as in vLLM."""
+
+MAX_LOGPROBS = 20
+"""Most log-probabilities listed per token."""
+
 
 def _require_int(name: str, value: object, *, low: int, high: int | None = None) -> None:
     allowed = f"an integer of at least {low}" if high is None else f"an integer {low} to {high}"
@@ -198,12 +327,54 @@ def _require_int(name: str, value: object, *, low: int, high: int | None = None)
         raise RequestError(f"{name} is {value}; allowed is {allowed}")
 
 
+def _require_number(
+    name: str,
+    value: object,
+    *,
+    low: float = -math.inf,
+    above: float = -math.inf,
+    high: float = math.inf,
+) -> None:
+    allowed = f"a number of at least {low}" if above == -math.inf else f"a number above {above}"
+    if high != math.inf:
+        allowed += f" and at most {high}"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise RequestError(f"{name} is {value!r}; allowed is {allowed}")
+    if not (math.isfinite(value) and low <= value <= high and value > above):
+        raise RequestError(f"{name} is {value}; allowed is {allowed}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprob:
+    """How likely one token was.
+
+    Attributes:
+        id: the token.
+        logprob: its log-probability; -inf where it was forbidden.
+        rank: its place among all ids, 1 the most probable, the lower id first among equals.
+        top: (id, log-probability) of the most probable ids, most probable first; ids of probability
+            0 are left out.
+    """
+
+    id: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Tokens a request took in and gave out."""
+    """Tokens a request took in and gave out.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt, cached ones included.
+        completion_tokens: tokens emitted.
+        cached_tokens: tokens of the prompt that an earlier request had computed.
+    """
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -225,6 +396,9 @@ class SpeculationStats:
         num_accepted: drafts accepted.
         drafted_at: [j] steps that verified a draft at position j (0 is the first draft).
         accepted_at: [j] steps that accepted the draft at position j.
+        reached_at: [j] steps that drafted at position j and accepted all before it.
+        drafted_by: drafts verified by name of the drafter.
+        accepted_by: drafts accepted by name of the drafter.
         num_emitted: tokens emitted by decode steps (the one of the prompt's forward excluded).
         num_decode_steps: target forwards after the prompt's.
     """
@@ -237,9 +411,12 @@ class SpeculationStats:
     num_decode_steps: int = 0
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
+    reached_at: list[int] = field(default_factory=list)
+    drafted_by: dict[str, int] = field(default_factory=dict)
+    accepted_by: dict[str, int] = field(default_factory=dict)
 
-    def record(self, *, num_drafted: int, num_accepted: int) -> None:
-        """Count one verified step."""
+    def record(self, *, num_drafted: int, num_accepted: int, source: str | None = None) -> None:
+        """Count one verified step; `source` names the drafter, None where nobody asks."""
         self.num_steps += 1
         self.num_decode_steps += 1
         self.num_emitted += num_accepted + 1
@@ -250,10 +427,16 @@ class SpeculationStats:
         while len(self.drafted_at) < num_drafted:
             self.drafted_at.append(0)
             self.accepted_at.append(0)
+            self.reached_at.append(0)
         for j in range(num_drafted):
             self.drafted_at[j] += 1
+        for j in range(min(num_accepted + 1, num_drafted)):
+            self.reached_at[j] += 1
         for j in range(num_accepted):
             self.accepted_at[j] += 1
+        if source is not None and num_drafted:
+            self.drafted_by[source] = self.drafted_by.get(source, 0) + num_drafted
+            self.accepted_by[source] = self.accepted_by.get(source, 0) + num_accepted
 
     def add(self, other: SpeculationStats) -> None:
         """Add another's counts to these."""
@@ -269,10 +452,17 @@ class SpeculationStats:
         for mine, theirs in (
             (self.drafted_at, other.drafted_at),
             (self.accepted_at, other.accepted_at),
+            (self.reached_at, other.reached_at),
         ):
             mine.extend([0] * (len(theirs) - len(mine)))
             for j, count in enumerate(theirs):
                 mine[j] += count
+        for named, others in (
+            (self.drafted_by, other.drafted_by),
+            (self.accepted_by, other.accepted_by),
+        ):
+            for source, count in others.items():
+                named[source] = named.get(source, 0) + count
 
     @property
     def acceptance_rate(self) -> float:
@@ -291,17 +481,8 @@ class SpeculationStats:
 
     @property
     def conditional_acceptance_by_position(self) -> list[float]:
-        """[j] accepted at j over steps that drafted at j and accepted all before it.
-
-        Exact where every drafted step has the same width; with mixed widths the denominator is the
-        accepted count of the position before, bounded by the drafted count of this one.
-        """
-        out = []
-        for j, accepted in enumerate(self.accepted_at):
-            before = self.drafted_at[0] if j == 0 else self.accepted_at[j - 1]
-            reach = min(before, self.drafted_at[j])
-            out.append(accepted / reach if reach else 0.0)
-        return out
+        """[j] accepted at j over steps that drafted at j and accepted all before it."""
+        return [a / r if r else 0.0 for a, r in zip(self.accepted_at, self.reached_at, strict=True)]
 
     def to_dict(self) -> dict[str, Any]:
         """Counts and ratios, for JSON."""
@@ -316,6 +497,8 @@ class SpeculationStats:
             "mean_acceptance_length": self.mean_acceptance_length,
             "acceptance_by_position": self.acceptance_by_position,
             "conditional_acceptance_by_position": self.conditional_acceptance_by_position,
+            "drafted_by": dict(self.drafted_by),
+            "accepted_by": dict(self.accepted_by),
         }
 
 
@@ -353,6 +536,7 @@ class GenerationResult:
                 "prompt_tokens": self.usage.prompt_tokens,
                 "completion_tokens": self.usage.completion_tokens,
                 "total_tokens": self.usage.total_tokens,
+                "cached_tokens": self.usage.cached_tokens,
             },
             "speculation": self.speculation.to_dict(),
             "drafted": self.drafted,
@@ -454,10 +638,12 @@ class DrafterKv:
 
     Attributes:
         blocks: storage the rows live in.
-        rows: rows held.
+        rows: rows held; the oldest has key last_pair_key - rows + 1.
         last_pair_key: key of the newest row, or None.
+        num_bytes: memory of the rows, shared or not.
     """
 
     blocks: list[int]
     rows: int
     last_pair_key: int | None
+    num_bytes: int = 0

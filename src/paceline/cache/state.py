@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from paceline.cache.blocks import BLOCK_TOKENS, BlockAllocator
 from paceline.types import BlockId
 
@@ -20,6 +22,8 @@ class SequenceCache:
         slot: the sequence's ring slot; the caller owns slots.
         max_width: widest step the rings allow.
         max_seq_len: most tokens.
+        length: tokens whose rows are there already, in `blocks` and in the slot's rings.
+        blocks: the blocks of those tokens, each held once for this handle, which frees it.
 
     Attributes:
         length: committed tokens.
@@ -27,21 +31,42 @@ class SequenceCache:
     """
 
     def __init__(
-        self, allocator: BlockAllocator, *, slot: int, max_width: int, max_seq_len: int
+        self,
+        allocator: BlockAllocator,
+        *,
+        slot: int,
+        max_width: int,
+        max_seq_len: int,
+        length: int = 0,
+        blocks: Sequence[BlockId] = (),
     ) -> None:
+        assert length <= len(blocks) * BLOCK_TOKENS, f"{len(blocks)} blocks for {length} tokens"
         self._allocator = allocator
         self.slot = slot
         self._max_width = max_width
         self._max_seq_len = max_seq_len
-        self.length = 0
+        self.length = length
         self._reserved = 0
-        self._high = 0
-        self.blocks: list[BlockId] = []
+        self._low = length
+        self._high = length
+        self.blocks: list[BlockId] = list(blocks)
         self._freed = False
 
     def blocks_wanted(self, width: int) -> int:
         """Blocks still to be taken before `width` more rows can be written."""
         return max(0, -(-(self.length + width) // BLOCK_TOKENS) - len(self.blocks))
+
+    def hold(self, tokens: int) -> bool:
+        """Take the blocks of the first `tokens` tokens ahead of their rows.
+
+        Returns:
+            False where the pool lacks them; nothing is taken then.
+        """
+        taken = self._allocator.allocate(max(0, -(-tokens // BLOCK_TOKENS) - len(self.blocks)))
+        if taken is None:
+            return False
+        self.blocks.extend(taken)
+        return True
 
     def reserve(self, width: int) -> bool:
         """Make positions length .. length + width - 1 writable.
@@ -58,10 +83,8 @@ class SequenceCache:
             raise ValueError(
                 f"position {self.length + width - 1} is beyond the limit of {self._max_seq_len}"
             )
-        taken = self._allocator.allocate(self.blocks_wanted(width))
-        if taken is None:
+        if not self.hold(self.length + width):
             return False
-        self.blocks.extend(taken)
         self._reserved = width
         self._high = max(self._high, self.length + width)
         return True
@@ -78,13 +101,19 @@ class SequenceCache:
         self._reserved = 0
 
     @property
+    def own_blocks(self) -> list[BlockId]:
+        """Blocks that nobody else holds."""
+        return [block for block in self.blocks if self._allocator.holders(block) == 1]
+
+    @property
     def rewindable(self) -> int:
         """Committed rows that can still be taken back exactly.
 
         Rings of 127 + max_width rows hold positions high - (127 + max_width) and on; a step at
-        length L reads back to L - 127, so L may fall to high - max_width.
+        length L reads back to L - 127, so L may fall to high - max_width; and never below the
+        length it began with, before which the rings were not filled.
         """
-        return max(0, self.length - max(0, self._high - self._max_width))
+        return max(0, self.length - max(self._low, self._high - self._max_width))
 
     def rewind(self, count: int) -> None:
         """Take back the last `count` committed rows.

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -47,16 +47,21 @@ class Rung:
     """One number of drafts.
 
     Attributes:
-        num_drafts: drafts per step; 0 is off.
+        num_drafts: drafts per step; 0 is off, "auto" as many as pay.
         rates: tokens per second of each repeat.
-        stats: counts over one repeat; all are alike.
+        stats: counts over the first round; all are alike where the number is fixed.
         tokens_equal: whether every token was that of drafts off.
     """
 
-    num_drafts: int
+    num_drafts: int | Literal["auto"]
     rates: list[float] = field(default_factory=list)
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     tokens_equal: bool = True
+
+    @property
+    def label(self) -> str:
+        """What tables and plots call it."""
+        return str(self.num_drafts) if self.num_drafts else "off"
 
     @property
     def rate(self) -> float:
@@ -70,8 +75,11 @@ _PLOT_FORMATS = (".png", ".svg", ".pdf", ".jpg", ".jpeg")
 def bench(
     model: options.Model = None,
     num_drafts: Annotated[
-        str, typer.Option("--num-drafts", "-k", help="Numbers of drafts, 0 to 8; 0 is always run.")
-    ] = "0,1,2,3",
+        str,
+        typer.Option(
+            "--num-drafts", "-k", help="Numbers of drafts, 0 to 8, and auto; 0 is always run."
+        ),
+    ] = "0,1,2,3,auto",
     batch_size: Annotated[int, typer.Option("--batch-size", "-b", help="Prompts at once.")] = 1,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Tokens a prompt.")] = 128,
     repeats: Annotated[int, typer.Option(help="Rounds; the median counts.")] = 3,
@@ -85,6 +93,7 @@ def bench(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the numbers here.")
     ] = None,
+    drafter: options.Drafter = None,
     max_seq_len: options.MaxSeqLen = None,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
@@ -113,13 +122,16 @@ def bench(
 
     llm = options.load(
         model,
-        num_drafts=max(ladder),
+        num_drafts=ladder[-1],
+        drafter=drafter,
         max_seq_len=max_seq_len,
         device=device,
         dtype=dtype,
         backend=backend,
         num_threads=num_threads,
         max_num_seqs=batch_size,
+        # Every round runs the same prompts, which must be read each time.
+        prefix_cache=False,
     )
     with llm:
         if prompts is None and llm.tokenizer is None:
@@ -150,7 +162,7 @@ def bench(
 def measure(
     llm: LLM,
     prompts: list[Any],
-    ladder: list[int],
+    ladder: list[int | Literal["auto"]],
     *,
     batch_size: int,
     max_tokens: int,
@@ -196,7 +208,7 @@ def render(rungs: list[Rung], about: str, batch_size: int) -> Table:
     for rung in rungs:
         stats = rung.stats
         table.add_row(
-            str(rung.num_drafts) if rung.num_drafts else "off",
+            rung.label,
             f"{rung.rate:.1f}",
             f"{rung.rate / off:.2f}x",
             f"{stats.mean_acceptance_length:.2f}",
@@ -243,7 +255,7 @@ def draw(rungs: list[Rung], file: Path, about: str, batch_size: int) -> None:
 
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     speed, share = figure.subplots(1, 2)
-    labels = [str(rung.num_drafts) if rung.num_drafts else "off" for rung in rungs]
+    labels = [rung.label for rung in rungs]
     bars = speed.bar(labels, [rung.rate for rung in rungs], color="#4c78a8")
     speed.bar_label(bars, [f"{rung.rate / rungs[0].rate:.2f}x" for rung in rungs])
     speed.margins(y=0.12)
@@ -252,7 +264,7 @@ def draw(rungs: list[Rung], file: Path, about: str, batch_size: int) -> None:
         accepted = rung.stats.acceptance_by_position
         if accepted:
             places = list(range(1, 1 + len(accepted)))
-            share.plot(places, accepted, marker="o", label=f"{rung.num_drafts} drafts")
+            share.plot(places, accepted, marker="o", label=f"{rung.label} drafts")
             share.set_xticks(places)
     share.set(xlabel="position of the draft", ylabel="accepted", ylim=(0, 1), title="acceptance")
     if share.lines:
@@ -264,16 +276,21 @@ def draw(rungs: list[Rung], file: Path, about: str, batch_size: int) -> None:
         raise ConfigError(f"{file} cannot be written: {error}") from None
 
 
-def _ladder(text: str) -> list[int]:
+def _ladder(text: str) -> list[int | Literal["auto"]]:
+    parts = [part.strip() for part in text.split(",")]
     try:
-        asked = {int(part) for part in text.split(",")}
+        asked = {int(part) for part in parts if part != "auto"}
     except ValueError:
         asked = {-1}
     if not all(0 <= k <= MAX_NUM_DRAFTS for k in asked):
         raise ConfigError(
-            f"--num-drafts is {text!r}; allowed are numbers 0 to {MAX_NUM_DRAFTS} with commas"
+            f"--num-drafts is {text!r}; allowed are numbers 0 to {MAX_NUM_DRAFTS} and auto, with "
+            "commas"
         )
-    return sorted(asked | {0})
+    ladder: list[int | Literal["auto"]] = [*sorted(asked | {0})]
+    if "auto" in parts:
+        ladder.append("auto")
+    return ladder
 
 
 def _read_prompts(file: Path) -> list[Any]:

@@ -48,11 +48,11 @@ def generate(
         bool, typer.Option("--chat", help="The text is a question to the assistant.")
     ] = False,
     num_drafts: Annotated[
-        int | None,
+        str | None,
         typer.Option(
             "--num-drafts",
             "-k",
-            help="Drafts per step, 0 to 8.",
+            help="Drafts per step, 0 to 8, or auto: as many as pay.",
             show_default="3, or 0 without head",
         ),
     ] = None,
@@ -63,6 +63,7 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document instead of text.")
     ] = False,
+    drafter: options.Drafter = None,
     max_seq_len: options.MaxSeqLen = None,
     device: options.Device = "cpu",
     dtype: options.Dtype = "auto",
@@ -80,7 +81,8 @@ def generate(
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
     llm = options.load(
         model,
-        num_drafts=num_drafts,
+        num_drafts=options.drafts(num_drafts),
+        drafter=drafter,
         max_seq_len=max_seq_len,
         device=device,
         dtype=dtype,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Backend",
     "Device",
+    "Drafter",
     "Dtype",
     "MaxSeqLen",
     "Model",
@@ -41,6 +42,13 @@ MaxSeqLen = Annotated[
     int | None,
     typer.Option(help="Context limit, prompt included.", show_default="the model's, at most 4096"),
 ]
+Drafter = Annotated[
+    str | None,
+    typer.Option(
+        help="mtp: the model's head; ngram: lookup in the text; mtp+ngram: both.",
+        show_default="mtp where there is a head",
+    ),
+]
 NumThreads = Annotated[
     int | None, typer.Option(help="CPU threads.", show_default="the libraries' choice")
 ]
@@ -50,18 +58,21 @@ def load(
     model: str | None,
     *,
     backend: str,
-    num_drafts: int | None,
+    num_drafts: int | Literal["auto"] | None,
     max_seq_len: int | None,
     device: str,
     dtype: str,
     num_threads: int | None,
     max_num_seqs: int = 1,
+    drafter: str | None = None,
+    prefix_cache: bool = True,
 ) -> LLM:
     """Load a model, with a progress bar on standard error where that is a terminal."""
     with _loading() as progress:
         from paceline.llm import LLM
 
         chosen: Any = backend
+        named: Any = drafter
         return LLM(
             model,
             num_drafts=num_drafts,
@@ -70,6 +81,8 @@ def load(
             device=device,
             dtype=dtype,
             backend=chosen,
+            drafter=named,
+            prefix_cache=prefix_cache,
             num_threads=num_threads,
             progress=progress,
         )
@@ -84,6 +97,24 @@ def _loading() -> Iterator[Callable[[int, int], None] | None]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("loading", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def drafts(text: str | None) -> int | Literal["auto"] | None:
+    """What --num-drafts says.
+
+    Raises:
+        ConfigError: it is neither a whole number nor auto.
+    """
+    from paceline.types import MAX_NUM_DRAFTS, ConfigError
+
+    if text is None or text == "auto":
+        return text  # type: ignore[return-value]
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(
+            f"--num-drafts is {text!r}; allowed are 0 to {MAX_NUM_DRAFTS} and auto"
+        ) from None
 
 
 def read_text(file: Path | Literal["-"]) -> str:

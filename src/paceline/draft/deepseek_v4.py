@@ -7,22 +7,25 @@ target's streams it is handed, and copies.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from paceline.cache.drafter import DrafterRing
 from paceline.config import ModelConfig
-from paceline.draft.proposer import DraftProposer
+from paceline.draft.chain import Columns, DraftChain, DraftScorer, log_prob_of_best
+from paceline.draft.proposer import DraftBinding, DraftProposer, DraftRunner, DraftShape
 from paceline.models.step import ChainingMtpBlock, MtpBlock, MtpInputs
 from paceline.ops.dense import DenseWeight
 from paceline.types import (
     MAX_NUM_DRAFTS,
     ConfigError,
     Draft,
+    DrafterKv,
     DraftRequest,
     GenerationError,
     PairKey,
@@ -31,6 +34,8 @@ from paceline.types import (
 __all__ = ["DeepseekV4MtpHead", "DeepseekV4MtpState"]
 
 _FREED = -1
+_LEEWAY = 1e-3
+"""How much less likely a draft the compiled chain goes on with; the exact limit is the head's."""
 
 
 class DeepseekV4MtpState:
@@ -42,6 +47,8 @@ class DeepseekV4MtpState:
 
     Attributes:
         slot: ring slot; -1 once freed.
+        budget_tokens: most tokens the sequence will hold; nothing is drafted beyond.
+        ring_rows: rows of the slot's ring the sequence can touch, at most one for each token.
         first_key: lowest key held; a row never attends below it.
         last_key: newest key held, `first_key - 1` where none is.
         exact_through: newest key made from the target's streams and a committed token.
@@ -49,9 +56,13 @@ class DeepseekV4MtpState:
         pending: tokens of the newest pairs, accepted but not yet written; their streams are copied.
         last_num_drafted: drafts of the last propose, 0 once their verdict is known.
         last_log_probs: log-probabilities of the last drafts, or None where not measured.
+        unread: a chain ran of which the host has not learned whether its first row was finite.
+        device_row: row of the head's outputs the last drafts lie in, or None.
     """
 
     __slots__ = (
+        "budget_tokens",
+        "device_row",
         "exact_through",
         "first_key",
         "high_key",
@@ -59,11 +70,15 @@ class DeepseekV4MtpState:
         "last_log_probs",
         "last_num_drafted",
         "pending",
+        "ring_rows",
         "slot",
+        "unread",
     )
 
-    def __init__(self, slot: int) -> None:
+    def __init__(self, slot: int, *, budget_tokens: int, ring_rows: int) -> None:
         self.slot = slot
+        self.budget_tokens = budget_tokens
+        self.ring_rows = min(ring_rows, budget_tokens)
         self.first_key = 0
         self.last_key = -1
         self.exact_through = -1
@@ -71,6 +86,8 @@ class DeepseekV4MtpState:
         self.pending: list[int] = []
         self.last_num_drafted = 0
         self.last_log_probs: list[float] | None = None
+        self.unread = False
+        self.device_row: int | None = None
 
     def start_at(self, key: int) -> None:
         """Hold nothing, and take `key` next."""
@@ -79,28 +96,12 @@ class DeepseekV4MtpState:
         self.pending.clear()
 
 
-class _Rows:
-    """Preallocated integer columns of a call's rows, filled on the host.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Carried:
+    """Rows outside of any sequence, [rows, head_dim] in the order of their keys; never changed."""
 
-    On a CPU the host's memory is the device's; elsewhere `upload` copies it.
-    """
-
-    def __init__(self, capacity: int, device: torch.device) -> None:
-        self._host = torch.zeros(4, capacity, dtype=torch.int64)
-        on_cpu = device.type == "cpu"
-        self._device = self._host if on_cpu else self._host.to(device)
-        columns: npt.NDArray[np.int64] = self._host.numpy()
-        self.ids, self.keys, self.slots, self.first_keys = columns
-        self._views: dict[int, tuple[torch.Tensor, ...]] = {}
-
-    def upload(self, count: int) -> tuple[torch.Tensor, ...]:
-        """Return ids, keys, slots and first keys of the first `count` rows, on the device."""
-        if self._device is not self._host:
-            self._device[:, :count].copy_(self._host[:, :count])
-        views = self._views.get(count)
-        if views is None:
-            views = self._views[count] = tuple(self._device[:, :count].unbind())
-        return views
+    kv: DrafterKv
+    rows: torch.Tensor
 
 
 class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
@@ -116,6 +117,15 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
     anything reads them: by the next propose, in a pass of their own that computes keys only, or
     (`fold_catchup`) as further rows of the forward that it runs anyway.
 
+    On a CPU a chain is stepped by the host, which drops sequences as they end, or is run in one
+    call by a block that can. Elsewhere, and wherever a runner is set or ids are to stay on the
+    device, it is one program over fixed memory (`paceline.draft.chain`); all give the same bits on
+    a CPU. The chain that left its ids on the device counts as drafted in full. Whether its first
+    row was finite is noted on the device, where later chains see it; the host learns it when it
+    moves rows.
+
+    One rank drafts by itself: the block holds all its experts (`needs_comm` is false).
+
     Source: DeepSeek-V4 report, MTP section; reference model, MTPBlock. The loop around the block
     is derived from the pairing.
 
@@ -126,15 +136,20 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         config: shapes.
         ring: the block's rows; the head becomes their owner and hands out their slots.
         mtp_vocab_size: drafts are taken from the first so many ids; 0: from all.
+        extra_ids: ids from there on that may be drafted all the same, special tokens say; rising.
         max_seq_len: most tokens of a sequence; nothing is drafted beyond.
-        fold_catchup: write pending pairs in a propose's first forward rather than before it.
-        confidence: measure each draft's log-probability.
+        fold_catchup: where the host steps a chain, write pending pairs in its first forward rather
+            than before it.
+        confidence: measure each draft's log-probability, among the ids that may be drafted.
         min_probability: a draft the head gives less than this ends the chain and is not proposed,
             since verifying it would cost more than it brings.
 
     Attributes:
+        module: the block.
         ring: the rows.
-        num_nonfinite: drafts given up because the head's logits were not finite.
+        num_circuit_runs: chains a runner ran.
+        num_circuit_fallbacks: chains that ran eagerly although a runner was set, since it does not
+            serve their shape or a grammar's mask was given.
     """
 
     def __init__(
@@ -147,22 +162,28 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         ring: DrafterRing,
         mtp_vocab_size: int,
         max_seq_len: int,
+        extra_ids: Sequence[int] = (),
         fold_catchup: bool = False,
         confidence: bool = False,
         min_probability: float = 0.0,
     ) -> None:
         self.module = module
         self.ring = ring
-        self.num_nonfinite = 0
+        self.num_circuit_runs = 0
+        self.num_circuit_fallbacks = 0
         self._embed_tokens = embed_tokens
-        self._lm_head = lm_head
-        self._vocab_rows = 0 if mtp_vocab_size == config.vocab_size else mtp_vocab_size
+        num_rows = 0 if mtp_vocab_size == config.vocab_size else mtp_vocab_size
+        self._scorer = DraftScorer(lm_head, num_rows=num_rows, extra_ids=extra_ids)
+        self._vocab_size = config.vocab_size
         self._max_seq_len = max_seq_len
         self._fold_catchup = fold_catchup
         self._confidence = confidence
         self._min_log_prob = math.log(min_probability) if min_probability else -math.inf
+        self._measure = confidence or self._min_log_prob > -math.inf
         self._chaining: ChainingMtpBlock | None = None
-        if isinstance(module, ChainingMtpBlock) and module.can_chain(embed_tokens, lm_head):
+        if isinstance(module, ChainingMtpBlock) and module.can_chain(
+            embed_tokens, self._scorer.table
+        ):
             self._chaining = module
         self._window = config.sliding_window
         self._streams_shape = (config.hc_mult, config.hidden_size)
@@ -174,16 +195,27 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         self._device = ring.rows.device
         dtype = embed_tokens.dtype
         capacity = max(self._num_slots * ring.max_width, self._ring_rows)
-        self._rows = _Rows(capacity, self._device)
+        self._rows = Columns([capacity] * 4, self._device)
         self._hiddens = torch.empty(
             (capacity, *self._streams_shape), dtype=dtype, device=self._device
         )
-        self._pending = torch.empty(
+        self._pending = torch.zeros(
             (self._num_slots, self._max_pending, *self._streams_shape),
             dtype=dtype,
             device=self._device,
         )
         self._steps = np.arange(capacity, dtype=np.int64)
+        self._floor = torch.zeros(self._num_slots + 1, dtype=torch.int64, device=self._device)
+        self._chain_program: DraftChain | None = None
+        self._runner: DraftRunner | None = None
+        self._nonfinite = 0
+        self._nonfinite_there = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._any_there = False
+        self._deferred: torch.Tensor | None = None
+        self._carried: dict[int, _Carried] = {}
+        self._handles = itertools.count()
+        if self._device.type != "cpu":
+            self._program()
 
     @classmethod
     def new(
@@ -198,7 +230,8 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         num_slots: int = 16,
         max_width: int = MAX_NUM_DRAFTS + 1,
         ring: DrafterRing | None = None,
-        fold_catchup: bool | None = None,
+        extra_ids: Sequence[int] = (),
+        fold_catchup: bool = False,
         confidence: bool = False,
         min_probability: float = 0.0,
     ) -> DeepseekV4MtpHead:
@@ -215,8 +248,10 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
             max_width: most rows of one sequence in one call, the drafts of a step plus one.
             ring: memory to use instead of allocating some; then `num_slots` and `max_width` are
                 the ring's.
-            fold_catchup: see the class; None: where rows are cheap and calls are not, so on
-                everything but a CPU.
+            extra_ids: ids that may be drafted wherever they lie, in any order; those below
+                `mtp_vocab_size` may be anyway. Rows of the head are copied where some are not.
+            fold_catchup: see the class. On a CPU a row of a forward costs about seven times a
+                written row, and a call little.
             confidence: see the class.
             min_probability: see the class; 0 to 1.
 
@@ -242,9 +277,11 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
                 device=embed_tokens.table.device,
                 dtype=embed_tokens.dtype,
             )
-        if fold_catchup is None:
-            # On a CPU a row of a forward costs about seven times a written row, and a call little.
-            fold_catchup = ring.rows.device.type != "cpu"
+        strange = [token for token in extra_ids if not 0 <= token < config.vocab_size]
+        if strange:
+            raise ConfigError(
+                f"extra_ids has {strange}; allowed are ids 0 to {config.vocab_size - 1}"
+            )
         return cls(
             module,
             embed_tokens,
@@ -253,6 +290,7 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
             ring=ring,
             mtp_vocab_size=mtp_vocab_size,
             max_seq_len=max_seq_len,
+            extra_ids=sorted({token for token in extra_ids if token >= mtp_vocab_size}),
             fold_catchup=fold_catchup,
             confidence=confidence,
             min_probability=min_probability,
@@ -268,41 +306,73 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         """Slots at home; `num_slots` when idle."""
         return len(self._free_slots)
 
+    @property
+    def num_nonfinite(self) -> int:
+        """Drafts given up because the head's logits were not finite; may wait for the device."""
+        if self._any_there:
+            self._nonfinite += int(self._nonfinite_there)
+            self._nonfinite_there.zero_()
+            self._any_there = False
+        return self._nonfinite
+
     # Facts
 
     def prefill_hidden_rows(self, max_seq_len: int) -> int:
-        """Return the window: the first propose reads keys P - 128 .. P - 1 and none below."""
+        """Return the window: the first propose reads keys P - 128 .. P - 1 and none below.
+
+        Asked with a sequence's own budget, no more rows than it will have tokens.
+        """
         return min(max_seq_len, self._window)
 
     # Core
 
     def alloc_state(self) -> DeepseekV4MtpState:
-        """Take a slot.
+        """Take a slot for a sequence of any length.
 
         Raises:
             GenerationError: all slots are taken.
         """
-        if not self._free_slots:
-            raise GenerationError(f"the draft head's {self._num_slots} slots are all taken")
-        return DeepseekV4MtpState(self._free_slots.pop())
+        return self.alloc_state_for(self._max_seq_len)
 
     def alloc_state_for(self, budget_tokens: int) -> DeepseekV4MtpState:
-        """Take a slot; a ring holds a window whatever the budget, so none is wasted on it."""
-        return self.alloc_state()
+        """Take a slot for a sequence of at most `budget_tokens`, clamped to the context.
+
+        A sequence shorter than the ring touches one row for each token at most, so what a slot
+        costs to fill, to move and to keep follows the request. Slots themselves are all alike, as
+        captured programs need fixed memory.
+
+        Raises:
+            GenerationError: all slots are taken.
+            ValueError: a budget without room for a token.
+        """
+        if budget_tokens < 1:
+            raise ValueError(f"budget_tokens is {budget_tokens}; allowed is at least 1")
+        if not self._free_slots:
+            raise GenerationError(f"the draft head's {self._num_slots} slots are all taken")
+        return DeepseekV4MtpState(
+            self._free_slots.pop(),
+            budget_tokens=min(budget_tokens, self._max_seq_len),
+            ring_rows=self._ring_rows,
+        )
 
     def free_state(self, state: DeepseekV4MtpState) -> None:
         """Give the slot back; a second call does nothing."""
         if state.slot == _FREED:
             return
+        self._empty(state)
         self._free_slots.append(state.slot)
         state.slot = _FREED
-        state.start_at(0)
-        state.last_num_drafted = 0
 
     def propose(self, request: DraftRequest, state: DeepseekV4MtpState) -> Draft:
         """Draft for one sequence: `propose_batch` of one.
 
-        `draft_embed_target` and `target_hidden_stack` are not used; ids are always returned.
+        With `draft_embed_target` ids stay on the device, all that were asked for and -1 from where
+        the chain ended, and the first draft's embedding is written to the target: that of id 0
+        where there is no first draft, nothing where none was wanted. `target_hidden_stack` is not
+        used.
+
+        Raises:
+            ValueError: the request does not fit the head or the state; nothing was touched.
         """
         return self._draft((request,), (state,))[0]
 
@@ -323,7 +393,18 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         state.last_key = state.exact_through
 
     def last_confidence(self, state: DeepseekV4MtpState) -> float | None:
-        """Return the least probability of the last drafts, where `confidence` is on."""
+        """Return the least probability of the last drafts, where `confidence` is on.
+
+        Waits for drafts that were left on the device, until the next propose of any sequence.
+        """
+        if state.device_row is not None and self._confidence and self._deferred is not None:
+            chain, row = self._chain_program, state.device_row
+            assert chain is not None
+            count = max(state.last_num_drafted, 1)
+            ids, log_probs = chain.tokens[row, :count].tolist(), chain.log_probs[row].tolist()
+            drafted = ids.index(-1) if -1 in ids else count
+            state.last_log_probs = log_probs[:drafted]
+            state.device_row = None
         return math.exp(min(state.last_log_probs)) if state.last_log_probs else None
 
     # Batching
@@ -334,6 +415,10 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         """Draft for all sequences with one forward for each draft position.
 
         Bit for bit what `propose` gives for each (on a CPU, where rows are independent).
+
+        Raises:
+            ValueError: a request does not fit the head or its state, or two states are one; then
+                none was touched.
         """
         return self._draft(requests, states)
 
@@ -412,14 +497,159 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
 
     def held_rows(self, state: DeepseekV4MtpState) -> tuple[int, torch.Tensor]:
         """Return (key of the first row, a copy of all rows held [rows, head_dim] in order)."""
+        self._learn(state)
         self._settle((state,))
-        keys = torch.arange(state.first_key, state.last_key + 1, device=self._device)
-        return state.first_key, self.ring.rows[state.slot, keys % self._ring_rows].clone()
+        places = self._places(state.first_key, state.last_key)
+        return state.first_key, self.ring.rows[state.slot, places]
+
+    # Handover
+
+    @property
+    def num_carried(self) -> int:
+        """Values handed out that nobody has installed or freed; 0 when idle."""
+        return len(self._carried)
+
+    @property
+    def num_carried_rows(self) -> int:
+        """Rows they hold, shared ones counted once."""
+        return sum(rows.shape[0] for rows in self._carried_storage())
+
+    @property
+    def num_carried_bytes(self) -> int:
+        """Memory they hold, shared rows counted once."""
+        return sum(rows.nbytes for rows in self._carried_storage())
+
+    def take_drafter_kv(self, state: DeepseekV4MtpState) -> DrafterKv | None:
+        """Move all exact rows out; drafted ones without a verdict are dropped.
+
+        The state is then as freshly allocated. Waits for the device where ids were left there.
+        """
+        if state.slot == _FREED:
+            return None
+        kv = self._copy_out(state, state.exact_through, self._ring_rows)
+        self._empty(state)
+        return kv
+
+    def install_drafter_kv(self, kv: DrafterKv, state: DeepseekV4MtpState) -> bool:
+        """Move rows into an empty state whose budget covers their keys.
+
+        Returns:
+            False for any other state, and for a value that was installed or freed before or comes
+            from another head: then nothing changed.
+        """
+        held = self._carried.get(kv.blocks[0]) if kv.blocks else None
+        last = kv.last_pair_key
+        if held is None or held.kv is not kv or last is None or state.slot == _FREED:
+            return False
+        if state.last_key >= state.first_key or state.last_num_drafted:
+            return False
+        if kv.rows > state.ring_rows or last >= state.budget_tokens:
+            return False
+        self._empty(state)
+        first = last - kv.rows + 1
+        self.ring.rows[state.slot, self._places(first, last)] = held.rows
+        state.first_key = first
+        state.last_key = state.exact_through = state.high_key = last
+        del self._carried[kv.blocks[0]]
+        return True
+
+    def free_drafter_kv(self, kv: DrafterKv) -> None:
+        """Release rows; a value that is not outstanding is left alone."""
+        if kv.blocks:
+            held = self._carried.get(kv.blocks[0])
+            if held is not None and held.kv is kv:
+                del self._carried[kv.blocks[0]]
+
+    def snapshot_drafter_kv(self, state: DeepseekV4MtpState, through_key: int) -> DrafterKv | None:
+        """Copy the newest exact rows up to `through_key`, at most a window less one of them.
+
+        That is all the propose after that key reads beside its own row. Waits for the device where
+        ids were left there.
+        """
+        if state.slot == _FREED:
+            return None
+        return self._copy_out(state, min(through_key, state.exact_through), self._window - 1)
+
+    def share_drafter_kv(self, kv: DrafterKv) -> DrafterKv | None:
+        """Make a second value of the same rows; None where `kv` is not outstanding."""
+        held = self._carried.get(kv.blocks[0]) if kv.blocks else None
+        if held is None or held.kv is not kv:
+            return None
+        assert kv.last_pair_key is not None
+        return self._carry(held.rows, kv.last_pair_key)
+
+    def _carry(self, rows: torch.Tensor, last_key: int) -> DrafterKv:
+        kv = DrafterKv(
+            blocks=[next(self._handles)],
+            rows=rows.shape[0],
+            last_pair_key=last_key,
+            num_bytes=rows.nbytes,
+        )
+        self._carried[kv.blocks[0]] = _Carried(kv, rows)
+        return kv
+
+    def _carried_storage(self) -> list[torch.Tensor]:
+        return list({id(held.rows): held.rows for held in self._carried.values()}.values())
+
+    def _copy_out(self, state: DeepseekV4MtpState, last: int, most: int) -> DrafterKv | None:
+        self._learn(state)
+        first = max(state.first_key, last - most + 1)
+        if last < first:
+            return None
+        self._settle((state,))
+        return self._carry(self.ring.rows[state.slot, self._places(first, last)], last)
+
+    # Capture
+
+    def circuit_draft(self) -> DraftBinding:
+        """Describe the whole chain, catch-up of pending pairs included, of any batch."""
+        return self._program().binding()
+
+    def set_circuit_draft(self, runner: DraftRunner | None) -> None:
+        """Have `runner` run the chains it serves; None: none."""
+        self._runner = runner
+
+    def read_deferred_draft_token(self) -> int | None:
+        """Fetch the first draft the last propose left on the device; None where there is none."""
+        if self._deferred is None:
+            return None
+        token = int(self._deferred)
+        return token if token >= 0 else None
 
     # Rows
 
+    def _places(self, first: int, last: int) -> torch.Tensor:
+        """Ring rows of keys first .. last."""
+        return torch.arange(first, last + 1, device=self._device) % self._ring_rows
+
+    def _empty(self, state: DeepseekV4MtpState) -> None:
+        """Make a state hold nothing, as freshly allocated."""
+        if state.unread:
+            self._floor[state.slot].fill_(0)
+        state.unread = False
+        state.device_row = None
+        state.last_num_drafted = 0
+        state.last_log_probs = None
+        state.start_at(0)
+
+    def _learn(self, state: DeepseekV4MtpState) -> None:
+        """Let the host know what the device found not to be finite; waits for it."""
+        if not state.unread:
+            return
+        state.unread = False
+        floor = int(self._floor[state.slot])
+        if not floor:
+            return
+        self._floor[state.slot].fill_(0)
+        if state.last_key < floor:
+            state.start_at(floor)
+        else:
+            state.first_key = max(state.first_key, floor)
+
     def _continue_at(self, state: DeepseekV4MtpState, key: int) -> None:
         """Make `key` the append point: forget rows from it on, and all where a gap would stay."""
+        if key <= state.exact_through:
+            self._learn(state)
         newest = min(state.last_key, state.exact_through)
         if not state.first_key < key <= newest + 1:
             state.start_at(key)
@@ -467,11 +697,11 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
             self._settle((state,))
         count = len(tokens)
         last = key + count - 1
-        rows = self._rows
-        rows.ids[:count] = tokens
-        rows.keys[:count] = self._steps[:count] + key
-        rows.slots[:count] = state.slot
-        rows.first_keys[:count] = self._mark_written(state, last)
+        ids, keys, slots, first_keys = self._rows.begin()
+        ids[:count] = tokens
+        keys[:count] = self._steps[:count] + key
+        slots[:count] = state.slot
+        first_keys[:count] = self._mark_written(state, last)
         state.last_key = state.exact_through = last
         self._hiddens[:count].copy_(hiddens)
         self.module.write_rows(self._inputs(count), self.ring)
@@ -480,6 +710,7 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
     def _settle(self, states: Sequence[DeepseekV4MtpState]) -> None:
         """Write all pending pairs, in one pass."""
         count, parts = 0, []
+        self._rows.begin()
         for state in states:
             if state.pending:
                 parts.append(self._pending[state.slot, : len(state.pending)])
@@ -492,16 +723,17 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         """Fill rows at .. with a state's pending pairs, which end at its last key; how many."""
         count = len(state.pending)
         end = at + count
-        rows = self._rows
-        rows.ids[at:end] = state.pending
-        rows.keys[at:end] = self._steps[:count] + (state.last_key - count + 1)
-        rows.slots[at:end] = state.slot
-        rows.first_keys[at:end] = self._mark_written(state, state.last_key)
+        ids, keys, slots, first_keys = self._rows.filling
+        ids[at:end] = state.pending
+        keys[at:end] = self._steps[:count] + (state.last_key - count + 1)
+        slots[at:end] = state.slot
+        first_keys[at:end] = self._mark_written(state, state.last_key)
         state.pending.clear()
         return count
 
     def _inputs(self, count: int) -> MtpInputs:
-        ids, keys, slots, first_keys = self._rows.upload(count)
+        self._rows.upload()
+        ids, keys, slots, first_keys = (column[:count] for column in self._rows.on_device)
         return MtpInputs(
             embeds=self._embed_tokens.gather(ids),
             hiddens=self._hiddens[:count],
@@ -528,40 +760,205 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
 
     # Drafting
 
-    def _draft(
+    def _checked(
         self, requests: Sequence[DraftRequest], states: Sequence[DeepseekV4MtpState]
-    ) -> list[Draft]:
-        """One forward for each draft position, over the sequences that go on."""
-        tokens: list[list[int]] = [[] for _ in requests]
-        log_probs: list[list[float]] | None = [[] for _ in requests] if self._confidence else None
-        wanted, live = [], []
-        for i, (request, state) in enumerate(zip(requests, states, strict=True)):
-            state.last_num_drafted = 0
-            state.last_log_probs = None
+    ) -> list[int]:
+        """How many drafts each request gets; raises before anything is touched."""
+        if len({id(state) for state in states}) != len(states):
+            raise ValueError("two requests have the same state; allowed is one state for each")
+        wanted = []
+        for request, state in zip(requests, states, strict=True):
             if request.position < 1 or state.slot == _FREED:
                 raise ValueError(
                     f"position is {request.position} and slot {state.slot}; allowed are a position "
                     "of at least 1 and a state that was not freed"
                 )
-            room = self._max_seq_len - 1 - request.position
+            if not 0 <= request.last_token < self._vocab_size:
+                raise ValueError(
+                    f"last_token is {request.last_token}; allowed is 0 to {self._vocab_size - 1}"
+                )
+            if tuple(request.target_hidden.shape) != self._streams_shape:
+                raise ValueError(
+                    f"target_hidden has shape {list(request.target_hidden.shape)}; allowed is "
+                    f"{list(self._streams_shape)}"
+                )
+            target = request.draft_embed_target
+            if target is not None and tuple(target.shape) != self._streams_shape[1:]:
+                raise ValueError(
+                    f"draft_embed_target has shape {list(target.shape)}; allowed is "
+                    f"{list(self._streams_shape[1:])}"
+                )
+            room = state.budget_tokens - 1 - request.position
             wanted.append(min(request.num_drafts, self._max_pending, room))
-            if wanted[i] > 0:
-                live.append(i)
+        return wanted
+
+    def _draft(
+        self, requests: Sequence[DraftRequest], states: Sequence[DeepseekV4MtpState]
+    ) -> list[Draft]:
+        """Draft for every sequence that has room, in the way that suits the device."""
+        wanted = self._checked(requests, states)
+        tokens: list[list[int]] = [[] for _ in requests]
+        log_probs: list[list[float]] | None = [[] for _ in requests] if self._confidence else None
+        left: dict[int, torch.Tensor] = {}
+        for state in states:
+            state.last_num_drafted = 0
+            state.last_log_probs = None
+            state.device_row = None
+        live = [i for i, count in enumerate(wanted) if count > 0]
         if live:
             masks = {i: mask for i in live if (mask := requests[i].grammar_bitmask) is not None}
-            if self._chaining is not None and len(live) == 1 and not masks:
-                self._chain_one(requests, states, wanted, live[0], tokens, log_probs)
+            on_device = any(requests[i].draft_embed_target is not None for i in live)
+            if on_device or self._runner is not None or self._device.type != "cpu":
+                left = self._run_chain(requests, states, wanted, live, masks, tokens, log_probs)
             else:
-                self._chain(requests, states, wanted, live, masks, tokens, log_probs)
+                for i in live:
+                    self._learn(states[i])
+                if self._chaining is not None and len(live) == 1 and not masks:
+                    self._chain_one(requests, states, wanted, live[0], tokens, log_probs)
+                else:
+                    self._step_chain(requests, states, wanted, live, masks, tokens, log_probs)
         drafts = []
         for i, (state, some) in enumerate(zip(states, tokens, strict=True)):
+            if i in left:
+                state.last_num_drafted = wanted[i]
+                drafts.append(Draft(tokens=[], device_tokens=left[i]))
+                continue
             state.last_num_drafted = len(some)
             confidence = log_probs[i] if log_probs is not None else None
             state.last_log_probs = confidence
             drafts.append(Draft(tokens=some, confidence=confidence))
         return drafts
 
-    def _chain(
+    # On the device
+
+    def _program(self) -> DraftChain:
+        if self._chain_program is None:
+            self._chain_program = DraftChain(
+                self.module,
+                self._embed_tokens,
+                self._scorer,
+                ring=self.ring,
+                pending=self._pending,
+                floor=self._floor,
+                min_log_prob=self._min_log_prob,
+                measure=self._measure,
+            )
+        return self._chain_program
+
+    def _run_chain(
+        self,
+        requests: Sequence[DraftRequest],
+        states: Sequence[DeepseekV4MtpState],
+        wanted: list[int],
+        live: list[int],
+        masks: dict[int, torch.Tensor],
+        tokens: list[list[int]],
+        log_probs: list[list[float]] | None,
+    ) -> dict[int, torch.Tensor]:
+        """Run the sequences `live` as one program, and read what is not to stay on the device.
+
+        Returns:
+            [n] ids of each sequence whose ids stay there.
+        """
+        chain = self._program()
+        num_pairs = self._place_chain(chain, requests, states, wanted, live)
+        size = {"width": len(live), "pairs": num_pairs, "depth": max(wanted[i] for i in live)}
+        pad = self._runner is not None or self._device.type != "cpu"
+        shape = chain.padded(**size) if pad else DraftShape(**size)
+        chain.upload(shape, width=len(live), pairs=num_pairs)
+        streams = [requests[i].target_hidden for i in live]
+        torch.stack(streams, out=chain.hiddens[: len(live)])
+        if self._runner is not None and not masks and self._runner.serves(shape):
+            self._runner.run_draft(shape)
+            self.num_circuit_runs += 1
+        else:
+            chain.run(shape, {live.index(i): mask for i, mask in masks.items()})
+            self.num_circuit_fallbacks += self._runner is not None
+        chain.note_broken(len(live), self._nonfinite_there)
+        self._any_there = True
+
+        left = self._leave(chain, requests, states, wanted, live)
+        if len(left) < len(live):
+            ids = chain.tokens[: len(live)].tolist()
+            measured = chain.log_probs[: len(live)].tolist() if log_probs is not None else None
+        for row, i in enumerate(live):
+            state = states[i]
+            state.unread = True
+            drafted = wanted[i]
+            if i not in left:
+                some = ids[row][: wanted[i]]
+                drafted = some.index(-1) if -1 in some else wanted[i]
+                tokens[i] += some[:drafted]
+                if log_probs is not None and measured is not None:
+                    log_probs[i] += measured[row][:drafted]
+            # A row for each draft that was fed back, beside the first.
+            state.last_key += min(drafted, wanted[i] - 1)
+            self._mark_written(state, state.last_key)
+            if not drafted:
+                self._learn(state)
+        return left
+
+    def _place_chain(
+        self,
+        chain: DraftChain,
+        requests: Sequence[DraftRequest],
+        states: Sequence[DeepseekV4MtpState],
+        wanted: list[int],
+        live: list[int],
+    ) -> int:
+        """Fill the program's columns; how many pairs there are to catch up."""
+        ids, keys, slots, first_keys, depths, *pair_columns = chain.begin()
+        pair_ids, pair_keys, pair_slots, pair_rows = pair_columns
+        num_pairs = 0
+        for row, i in enumerate(live):
+            request, state = requests[i], states[i]
+            key = request.position - 1
+            self._continue_at(state, key)
+            count = len(state.pending)
+            if count:
+                end = num_pairs + count
+                pair_ids[num_pairs:end] = state.pending
+                pair_keys[num_pairs:end] = self._steps[:count] + (key - count)
+                pair_slots[num_pairs:end] = state.slot
+                pair_rows[num_pairs:end] = self._steps[:count] + state.slot * self._max_pending
+                state.pending.clear()
+                num_pairs = end
+            ids[row] = request.last_token
+            keys[row] = key
+            slots[row] = state.slot
+            first_keys[row] = self._mark_written(state, key)
+            depths[row] = wanted[i]
+            state.last_key = state.exact_through = key
+        return num_pairs
+
+    def _leave(
+        self,
+        chain: DraftChain,
+        requests: Sequence[DraftRequest],
+        states: Sequence[DeepseekV4MtpState],
+        wanted: list[int],
+        live: list[int],
+    ) -> dict[int, torch.Tensor]:
+        """Hand out what is to stay on the device, and the first drafts' embeddings."""
+        left: dict[int, torch.Tensor] = {}
+        self._deferred = None
+        embeds: torch.Tensor | None = None
+        for row, i in enumerate(live):
+            target = requests[i].draft_embed_target
+            if target is None:
+                continue
+            if embeds is None:
+                first = chain.tokens[: len(live), 0]
+                embeds = self._embed_tokens.gather(first.clamp(min=0))
+                self._deferred = chain.tokens[row, 0]
+            target.copy_(embeds[row])
+            left[i] = chain.tokens[row, : wanted[i]]
+            states[i].device_row = row
+        return left
+
+    # Stepped by the host
+
+    def _step_chain(
         self,
         requests: Sequence[DraftRequest],
         states: Sequence[DeepseekV4MtpState],
@@ -571,8 +968,7 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         tokens: list[list[int]],
         log_probs: list[list[float]] | None,
     ) -> None:
-        """Fill `tokens` (and `log_probs`) of the sequences `live`."""
-        rows = self._rows
+        """One forward for each draft position, over the sequences that go on."""
         if not self._fold_catchup:
             self._settle([states[i] for i in live])
         ends, count = self._place_first(requests, states, live)
@@ -602,13 +998,14 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
             if len(kept) != len(live):
                 streams = streams.index_select(0, torch.tensor(kept, device=self._device))
                 live = [live[row] for row in kept]
+            ids, keys, slots, first_keys = self._rows.begin()
             for row, i in enumerate(live):
                 state = states[i]
                 state.last_key = key = state.last_key + 1
-                rows.ids[row] = tokens[i][-1]
-                rows.keys[row] = key
-                rows.slots[row] = state.slot
-                rows.first_keys[row] = self._mark_written(state, key)
+                ids[row] = tokens[i][-1]
+                keys[row] = key
+                slots[row] = state.slot
+                first_keys[row] = self._mark_written(state, key)
             # The block may write its streams over those of its last call.
             self._hiddens[: len(live)].copy_(streams)
             output = self.module.forward(self._inputs(len(live)), self.ring)
@@ -624,11 +1021,11 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         tokens: list[list[int]],
         log_probs: list[list[float]] | None,
     ) -> None:
-        """`_chain` of the one sequence i, by a block that runs it in one call."""
+        """`_step_chain` of the one sequence i, by a block that runs it in one call."""
         assert self._chaining is not None
         state = states[i]
         _, count = self._place_first(requests, states, [i])
-        ids, keys, slots, first_keys = self._rows.upload(count)
+        ids, keys, slots, first_keys = (column[:count] for column in self._rows.on_device)
         drawn = self._chaining.draft_greedy(
             ids=ids,
             hiddens=self._hiddens[:count],
@@ -637,12 +1034,18 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
             first_keys=first_keys,
             ring=self.ring,
             embed_tokens=self._embed_tokens,
-            lm_head=self._lm_head,
-            num_rows=self._vocab_rows,
+            lm_head=self._scorer.table,
+            num_rows=self._scorer.width,
+            column_ids=self._scorer.column_ids,
             count=wanted[i],
-            min_log_prob=self._min_log_prob,
+            min_log_prob=self._min_log_prob - _LEEWAY,
         )
-        for n, (token, log_prob) in enumerate(drawn):
+        measured = [log_prob for _, log_prob in drawn]
+        if self._measure:
+            # The bits every other way of drafting gives.
+            logits = self._chaining.chain_logits(len(drawn))
+            measured = log_prob_of_best(logits, logits.max(-1)[0]).tolist()
+        for n, ((token, _), log_prob) in enumerate(zip(drawn, measured, strict=True)):
             if n:
                 state.last_key += 1
                 self._mark_written(state, state.last_key)
@@ -666,7 +1069,7 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         Returns:
             (the row each sequence drafts from, rows in all).
         """
-        rows = self._rows
+        ids, keys, slots, first_keys = self._rows.begin()
         ends, parts, count = [], [], 0
         for i in live:
             request, state = requests[i], states[i]
@@ -675,10 +1078,10 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
             if state.pending:
                 parts.append(self._pending[state.slot, : len(state.pending)])
                 count += self._place_pending(state, count)
-            rows.ids[count] = request.last_token
-            rows.keys[count] = key
-            rows.slots[count] = state.slot
-            rows.first_keys[count] = self._mark_written(state, key)
+            ids[count] = request.last_token
+            keys[count] = key
+            slots[count] = state.slot
+            first_keys[count] = self._mark_written(state, key)
             state.last_key = state.exact_through = key
             parts.append(request.target_hidden.unsqueeze(0))
             ends.append(count)
@@ -690,7 +1093,7 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         """End a sequence's chain without a draft from its newest row."""
         if masked:
             return
-        self.num_nonfinite += 1
+        self._nonfinite += 1
         if first:
             # The row just written may be what is not finite, and would spoil a window of queries.
             state.start_at(state.last_key + 1)
@@ -699,33 +1102,18 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         self, normed: torch.Tensor, live: list[int], masks: dict[int, torch.Tensor]
     ) -> tuple[list[int], list[float] | None]:
         """Each row's best id, -1 where its logits are not finite, and its log-probability."""
-        measure = self._confidence or self._min_log_prob > -math.inf
-        logits = self._lm_head.matmul(normed, num_rows=self._vocab_rows)
+        logits = self._scorer.logits(normed)
         for row, i in enumerate(live):
             if i in masks:
-                logits[row].masked_fill_(~_allowed(masks[i], logits), -math.inf)
-        if logits.device.type != "cpu":
-            # One read for the whole batch; a NaN is the largest of its row.
-            best, at = logits.max(-1)
-            ids: list[int] = torch.where(torch.isfinite(best), at, -1).tolist()
-            if not measure:
-                return ids, None
-            return ids, (best - logits.logsumexp(-1)).tolist()
+                self._scorer.forbid(logits[row], masks[i])
         table = logits.numpy()
-        ids = table.argmax(-1).tolist()
-        measured: list[float] | None = [] if measure else None
-        for row, token in enumerate(ids):
-            top = float(table[row, token])
-            if not math.isfinite(top):
-                ids[row] = -1
-            if measured is not None:
-                finite = ids[row] >= 0
-                measured.append(-math.log(np.exp(table[row] - top).sum()) if finite else -math.inf)
-        return ids, measured
-
-
-def _allowed(bitmask: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Bits of int32 words, lowest first, as [vocab rows] bool beside `logits`."""
-    words = bitmask.to(logits.device).flatten()
-    bits = (words[:, None] >> torch.arange(32, device=logits.device)) & 1
-    return bits.flatten()[: logits.shape[-1]].bool()
+        columns = table.argmax(-1)
+        best = table[self._steps[: len(live)], columns]
+        finite = np.isfinite(best).tolist()
+        ids = [
+            self._scorer.id_of(column) if fine else -1
+            for column, fine in zip(columns.tolist(), finite, strict=True)
+        ]
+        if not self._measure:
+            return ids, None
+        return ids, log_prob_of_best(logits, torch.from_numpy(best)).tolist()

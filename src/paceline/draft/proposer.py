@@ -47,6 +47,7 @@ __all__ = [
     "DraftBinding",
     "DraftProposer",
     "DraftRunner",
+    "DraftShape",
     "Facts",
     "KvHandover",
 ]
@@ -55,33 +56,70 @@ S = TypeVar("S")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DraftBinding:
-    """One draft step as an executor may capture it: fixed buffers, fixed shapes.
+class DraftShape:
+    """What the memory of a captured chain of drafts depends on.
 
     Attributes:
-        inputs: name to the buffer the step reads; the first axis is rows, the widest width long.
-        outputs: name to the buffer the step writes, likewise.
-        widths: row counts the step may be captured for, rising.
-        step: runs the step eagerly on the first `width` rows of the buffers; what is captured.
-        vocab_rows: rows of the output head the step reads.
+        width: sequences, padded ones included.
+        pairs: rows of catch-up over all sequences, padded ones included: pairs that were accepted
+            and not written yet.
+        depth: drafts of one run, 1 for a single draft step.
+    """
+
+    width: int
+    pairs: int
+    depth: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftBinding:
+    """A head's chain of drafts as an executor may capture it: fixed buffers, fixed shapes.
+
+    The head picks one of `shapes`, pads on the host and uploads before the program runs, on the
+    current stream; a runner only replays. A run neither waits for the host nor reads a value there,
+    and no allocation depends on a value. It leaves its inputs as they are and gives the same each
+    time, so it may be warmed up over any inputs. A padded sequence has the inert slot and depth 0;
+    a sequence whose chain has ended goes on in the inert slot, from id 0, and counts as padded.
+
+    Attributes:
+        inputs: name to buffer. Of the sequences: `ids`, `keys`, `slots`, `first_keys`, `depths`
+            [S] int64 and `hiddens` [S, hc_mult, hidden] (as in `MtpInputs`; `depths` is how many
+            drafts each wants). Of the catch-up: `pair_ids`, `pair_keys`, `pair_slots`,
+            `pair_rows` [C] int64, whose streams are the rows `pair_rows` of `pending`
+            [C, hc_mult, hidden].
+        outputs: name to buffer: `tokens` [S, D] int64, -1 from where a chain ended;
+            `log_probs` [S, D] fp32; `streams` [S, hc_mult, hidden] of the last draft's row;
+            `nonfinite` [1] int64, chains that a non-finite score ended in this run.
+        shapes: the shapes the head asks a runner for.
+        run: the program, eagerly on the first rows of the buffers; what is captured.
+        make_inert: fills a shape's inputs with padding only, for a warm-up between proposes.
+        vocab_rows: rows of the output head a draft is chosen from.
+        inert_slot: slot of padded rows.
     """
 
     inputs: Mapping[str, torch.Tensor]
     outputs: Mapping[str, torch.Tensor]
-    widths: tuple[int, ...]
-    step: Callable[[int], None]
+    shapes: tuple[DraftShape, ...]
+    run: Callable[[DraftShape], None]
+    make_inert: Callable[[DraftShape], None]
     vocab_rows: int
+    inert_slot: int
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Numbers of sequences there are shapes for, rising."""
+        return tuple(sorted({shape.width for shape in self.shapes}))
 
 
 class DraftRunner(Protocol):
-    """A captured or planned draft step over the buffers of a `DraftBinding`."""
+    """A captured or planned chain of drafts over the buffers of a `DraftBinding`."""
 
-    def serves(self, width: int) -> bool:
-        """Whether a step of `width` rows can be run; the proposer runs others eagerly."""
+    def serves(self, shape: DraftShape) -> bool:
+        """Whether the shape can be run; the proposer runs others eagerly and counts them."""
         ...
 
-    def run_draft(self, width: int) -> None:
-        """Run the step on the first `width` rows of the bound buffers."""
+    def run_draft(self, shape: DraftShape) -> None:
+        """Do what the binding's `run` does for a shape that is served, bit for bit."""
         ...
 
 
@@ -235,10 +273,14 @@ class ContextFeed(Generic[S]):
 
 
 class KvHandover(Generic[S]):
-    """Moving a drafter's rows from one sequence to a later one. All three methods or none.
+    """Moving a drafter's rows from one sequence to a later one. The first three or none.
 
     A `DrafterKv` has exactly one owner: the state it is in, whoever took it out, or nobody once it
-    is freed.
+    is freed. Its rows have keys last_pair_key - rows + 1 .. last_pair_key, without a gap.
+
+    `snapshot_drafter_kv` and `share_drafter_kv` are for a cache of prefixes, which hands the same
+    rows to several sequences while the one they came from goes on; a proposer without them is
+    served by recomputing.
     """
 
     def take_drafter_kv(self, state: S) -> DrafterKv | None:
@@ -262,15 +304,37 @@ class KvHandover(Generic[S]):
     def free_drafter_kv(self, kv: DrafterKv) -> None:
         """Release rows nobody will install. A second call does nothing. Default: nothing."""
 
+    def snapshot_drafter_kv(self, state: S, through_key: int) -> DrafterKv | None:
+        """Copy the rows of keys up to `through_key` out of a state that goes on.
+
+        Args:
+            state: the sequence's own; nothing about it changes.
+            through_key: newest key wanted.
+
+        Returns:
+            The rows there are, at most the newest a propose can read, now the caller's. Default:
+            None, nothing to copy.
+        """
+        return None
+
+    def share_drafter_kv(self, kv: DrafterKv) -> DrafterKv | None:
+        """Make a second value of the same rows, which are not copied and never change.
+
+        Returns:
+            A value with an owner of its own: it is installed or freed apart from `kv`. Default:
+            None, rows cannot be shared.
+        """
+        return None
+
 
 class Captured:
-    """Running the draft step as a captured program, and leaving drafts on the device.
+    """Running the chain of drafts as a captured program, and leaving drafts on the device.
 
     `circuit_draft` and `set_circuit_draft` come together.
     """
 
     def circuit_draft(self) -> DraftBinding | None:
-        """Describe the draft step to an executor. Default: None, it cannot be captured."""
+        """Describe the chain of drafts to an executor. Default: None, it cannot be captured."""
         return None
 
     def set_circuit_draft(self, runner: DraftRunner | None) -> None:
@@ -280,9 +344,12 @@ class Captured:
         """
 
     def read_deferred_draft_token(self) -> int | None:
-        """Fetch the id that the last propose with `draft_embed_target` left on the device.
+        """Fetch the first draft of the last propose with `draft_embed_target`; waits for it.
 
-        Waits for the device. Default: None, nothing is ever deferred and `propose` returned the id.
+        Returns:
+            Its id; of a batch, that of its first such sequence. None: nothing was left on the
+            device, or nothing was drafted. Default: None, nothing is ever deferred and `propose`
+            returned the ids.
         """
         return None
 
@@ -298,6 +365,11 @@ _TOGETHER: tuple[tuple[type, tuple[str, ...], tuple[str, ...]], ...] = (
         KvHandover,
         ("take_drafter_kv", "install_drafter_kv", "free_drafter_kv"),
         ("take_drafter_kv", "install_drafter_kv", "free_drafter_kv"),
+    ),
+    (
+        KvHandover,
+        ("snapshot_drafter_kv", "share_drafter_kv"),
+        ("snapshot_drafter_kv", "share_drafter_kv", "install_drafter_kv", "free_drafter_kv"),
     ),
     (
         Captured,
@@ -356,7 +428,8 @@ class DraftProposer(Facts, Batching[S], ContextFeed[S], KvHandover[S], Captured,
 
         Returns:
             At most `request.num_drafts` tokens; fewer, or none, is an answer. A proposer that
-            cannot go on (non-finite values, say) ends the chain there and does not raise.
+            cannot go on (non-finite values, say) ends the chain there and does not raise. Where
+            `draft_embed_target` is given, ids may stay on the device (`Draft.device_tokens`).
         """
 
     @abstractmethod

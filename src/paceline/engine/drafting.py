@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from paceline.draft.proposer import ContextFeed, DraftProposer
+from paceline.cache.blocks import BLOCK_TOKENS
+from paceline.draft.proposer import ContextFeed, DraftProposer, KvHandover
 from paceline.engine.sequence import BatchRow, Sequence
 from paceline.types import Draft, DrafterKv, DraftRequest
 
@@ -27,6 +28,9 @@ _FAILED = object()
 """What a contained call gives where the proposer raised; None is an answer of its own."""
 
 _NOTHING = Draft(tokens=[])
+
+_LEAST_KEPT = 128
+"""Streams kept of a stretch without drafts, whatever a proposer wants of prompts."""
 
 MAX_FAILURES = 16
 """Failures after which a proposer is no longer asked, where nobody says otherwise."""
@@ -42,6 +46,8 @@ class Fed:
         accepted: how many of them stand.
         start: first of the row's streams in the step's output.
         end: one past the last.
+        ends: block ends the row passed where the drafter's rows are to be copied, rising.
+        copied: by block end, the rows up to the pair before its last token; the caller's.
     """
 
     row: BatchRow
@@ -49,6 +55,8 @@ class Fed:
     accepted: int
     start: int
     end: int
+    ends: Items[int] = ()
+    copied: dict[int, DrafterKv] = field(default_factory=dict)
 
 
 class Drafting:
@@ -59,9 +67,13 @@ class Drafting:
         vocab_size: ids a draft may hold are below it.
         max_seq_len: most tokens of a sequence.
         max_num_seqs: slots of the target's caches; streams are kept by slot.
+        snapshots: copy a drafter's rows at the ends of blocks, for a cache of prefixes. A prompt's
+            streams are then retained whole, since every block's end needs those before it.
+        on_device: ask for drafts that stay on the device, where the proposer can leave them.
         max_failures: failures after which the proposer is switched off.
 
     Attributes:
+        snapshots: whether rows are copied: asked for, and within the proposer's means.
         proposer: whom to ask.
         prompt_hiddens: last rows of a prompt whose streams the proposer can use.
         num_failures: calls that raised and drafts that had to be cut; each costs drafts, never
@@ -77,6 +89,8 @@ class Drafting:
         vocab_size: int,
         max_seq_len: int,
         max_num_seqs: int,
+        snapshots: bool = False,
+        on_device: bool = False,
         max_failures: int = MAX_FAILURES,
     ) -> None:
         self.proposer = proposer
@@ -85,9 +99,13 @@ class Drafting:
         self.is_off = False
         self.num_catchup_rows = 0
         self._max_failures = max_failures
+        self._on_device = on_device
+        self._embeds: torch.Tensor | None = None
         self._vocab_size = vocab_size
         self._max_num_seqs = max_num_seqs
         self._defers_prompt = proposer.prefill_uses_shared_buffers
+        copies = type(proposer).snapshot_drafter_kv is not KvHandover.snapshot_drafter_kv
+        self.snapshots = snapshots and copies and not self._defers_prompt
         self._group = max(1, proposer.propose_batch_max())
         self._states: dict[int, Any] = {}
         self._deferred: dict[int, list[tuple[torch.Tensor, int, int]]] = {}
@@ -98,7 +116,14 @@ class Drafting:
         self._kept_from = [0] * max_num_seqs
         # A proposer that catches up is told at once what was decoded without it.
         catches_up = type(proposer).catchup_drafter is not ContextFeed.catchup_drafter
-        self._ring = max(1, min(self.prompt_hiddens, max_seq_len)) if catches_up else 1
+        self._ring = 1
+        if catches_up:
+            self._ring = min(max(self.prompt_hiddens, _LEAST_KEPT), max_seq_len)
+
+    @property
+    def name(self) -> str:
+        """What drafts are counted as where they do not say who made them."""
+        return type(self.proposer).__name__
 
     @property
     def num_states(self) -> int:
@@ -154,6 +179,58 @@ class Drafting:
         if carried is not None:
             self._contained(self.proposer.free_drafter_kv, carried)
 
+    def retire(self) -> None:
+        """Free all states and carried rows of a proposer that is off, between two steps."""
+        self._deferred.clear()
+        self._held_through.clear()
+        self._behind.clear()
+        for state in self._states.values():
+            self._contained(self.proposer.free_state, state)
+        self._states.clear()
+        for kv in self._carried.values():
+            self._contained(self.proposer.free_drafter_kv, kv)
+        self._carried.clear()
+
+    def wants_rows(self, sequence: Sequence, length: int) -> bool:
+        """Whether a sequence that goes on behind `length` tokens will miss rows of before.
+
+        It will not where it never drafts, brings rows of its own, or has so much left to read that
+        all the rows a proposal sees are made on the way.
+        """
+        return (
+            not self.is_off
+            and sequence.id not in self._carried
+            and len(sequence.tokens) - length < self.prompt_hiddens
+            and may_draft(sequence, max(1, sequence.num_emitted))
+        )
+
+    def go_on(
+        self, sequence: Sequence, length: int, kv: DrafterKv | None, streams: torch.Tensor
+    ) -> None:
+        """Bring an open sequence's drafter to where its first `length` tokens, not run, leave it.
+
+        Args:
+            sequence: opened, and with more than `length` tokens.
+            length: tokens that are restored.
+            kv: rows of the pairs up to key length - 2, shared and not taken; None: there are none.
+            streams: [hc_mult, hidden] of position length - 1.
+        """
+        if not self.has_state(sequence):
+            return
+        state = self._states[sequence.id]
+        newest = self._contained(self.proposer.last_pair_key, state)
+        if newest is None and kv is not None:
+            shared = self._contained(self.proposer.share_drafter_kv, kv)
+            if isinstance(shared, DrafterKv) and self._install(shared, state):
+                newest = kv.last_pair_key
+        if newest == length - 2:
+            self._append(sequence, streams.unsqueeze(0), length - 1)
+            self._held_through[sequence.id] = length - 1
+
+    def free_rows(self, kv: DrafterKv) -> None:
+        """Free copied rows."""
+        self._contained(self.proposer.free_drafter_kv, kv)
+
     def _release(self, sequence: Sequence) -> None:
         self._deferred.pop(sequence.id, None)
         self._held_through.pop(sequence.id, None)
@@ -200,6 +277,7 @@ class Drafting:
                 target_hidden=self._kept_row(row.sequence, len(row.sequence.tokens) - 2),
                 num_drafts=row.max_drafts,
                 history=row.sequence.tokens,
+                draft_embed_target=self._embed_target(row.sequence) if self._on_device else None,
             )
             for row in rows
         ]
@@ -214,13 +292,29 @@ class Drafting:
                 return [_NOTHING] * len(rows)
         if not isinstance(answers, list):
             answers = [
-                _FAILED if self.is_off else self._contained(proposer.propose, request, state)
+                _FAILED if self.is_off else self._propose_one(request, state)
                 for request, state in zip(requests, states, strict=True)
             ]
         return [
             self._checked(answer, request, state)
             for answer, request, state in zip(answers, requests, states, strict=True)
         ]
+
+    def _propose_one(self, request: DraftRequest, state: Any) -> Any:
+        draft = self._contained(self.proposer.propose, request, state)
+        if self._on_device and isinstance(draft, Draft) and not draft.num_tokens:
+            # A proposer may have left one id where only it can read it.
+            token = self._contained(self.proposer.read_deferred_draft_token)
+            if isinstance(token, int):
+                return replace(draft, tokens=[token])
+        return draft
+
+    def _embed_target(self, sequence: Sequence) -> torch.Tensor:
+        assert self._kept is not None, "nothing was kept before a proposal"
+        if self._embeds is None:
+            shape = (self._max_num_seqs, self._kept.shape[-1])
+            self._embeds = torch.zeros(shape, dtype=self._kept.dtype, device=self._kept.device)
+        return self._embeds[sequence.handle.slot]
 
     def _checked(self, draft: Any, request: DraftRequest, state: Any) -> Draft:
         """A draft cut to its leading tokens that can be verified."""
@@ -237,7 +331,8 @@ class Drafting:
         vocab, tokens = self._vocab_size, draft.tokens
         good = 0
         for token in tokens[: request.num_drafts]:
-            if not isinstance(token, int) or not 0 <= token < vocab:
+            whole = isinstance(token, int) and not isinstance(token, bool)
+            if not whole or not 0 <= token < vocab:
                 break
             good += 1
         if good == len(tokens):
@@ -269,9 +364,10 @@ class Drafting:
         if not self.has_state(sequence):
             return 0
         if not row.reads:
-            return 1 + num_drafts if may_draft(sequence, sequence.num_emitted + 1) else 0
+            goes_on = self.snapshots or may_draft(sequence, sequence.num_emitted + 1)
+            return 1 + num_drafts if goes_on else 0
         last = row.first + row.width
-        wanted = max(row.first, row.known - self.prompt_hiddens)
+        wanted = max(row.first, 0 if self.snapshots else row.known - self.prompt_hiddens)
         held = self._held_through.get(sequence.id)
         if held is not None:
             wanted = max(wanted, held + 1)
@@ -293,7 +389,7 @@ class Drafting:
         caught: list[Fed] = []
         for fed in going:
             if fed.row.reads:
-                self._feed_known(fed.row, hiddens[fed.start : fed.end])
+                self._feed_known(fed, hiddens[fed.start : fed.end])
                 continue
             if fed.accepted:
                 caught.append(fed)
@@ -308,6 +404,24 @@ class Drafting:
                 [fed.row.first + 1 for fed in group],
                 [self._states[fed.row.sequence.id] for fed in group],
             )
+        for fed in going:
+            if not fed.row.reads:
+                for end in fed.ends:
+                    if fed.row.sequence.id in self._behind:
+                        self._catch_up(fed.row.sequence)
+                    self._copy_rows(fed, end)
+
+    def _copy_rows(self, fed: Fed, end: int) -> None:
+        """Copy the rows that `end` tokens leave, if they are all that a proposal can see."""
+        state = self._states[fed.row.sequence.id]
+        kv = self._contained(self.proposer.snapshot_drafter_kv, state, end - 2)
+        if not isinstance(kv, DrafterKv):
+            return
+        whole = min(end - 1, self.prompt_hiddens - 1)
+        if kv.last_pair_key == end - 2 and kv.rows >= whole:
+            fed.copied[end] = kv
+        else:
+            self.free_rows(kv)
 
     def _keep(self, fed: Fed, hiddens: torch.Tensor) -> None:
         """Copy the committed rows' streams, by position modulo the ring."""
@@ -366,18 +480,34 @@ class Drafting:
         if isinstance(written, int):
             self.num_catchup_rows += written
 
-    def _feed_known(self, row: BatchRow, hiddens: torch.Tensor) -> None:
+    def _feed_known(self, fed: Fed, hiddens: torch.Tensor) -> None:
+        row = fed.row
         sequence = row.sequence
-        first = row.first + row.width - hiddens.shape[0]
+        last = row.first + row.width
+        first = last - hiddens.shape[0]
         # The last known token's pair waits for the token sampled from it.
-        count = min(hiddens.shape[0], row.known - 1 - first)
-        if count < 1:
-            return
+        stop = min(last, row.known - 1)
         if self._defers_prompt:
-            waiting = self._deferred.setdefault(sequence.id, [])
-            waiting.append((hiddens[:count].clone(), first, row.known))
-        else:
-            self._feed_pairs(sequence, hiddens[:count], first, row.known)
+            if first < stop:
+                waiting = self._deferred.setdefault(sequence.id, [])
+                waiting.append((hiddens[: stop - first].clone(), first, row.known))
+            return
+        if not self.snapshots:
+            if first < stop:
+                self._feed_pairs(sequence, hiddens[: stop - first], first, row.known)
+            return
+        # In pieces that end where rows are copied: a drafter holds no more than a window of them.
+        start = first
+        for end in range((row.first // BLOCK_TOKENS + 1) * BLOCK_TOKENS, last + 1, BLOCK_TOKENS):
+            if start < end - 1:
+                piece = hiddens[start - first : end - 1 - first]
+                self._feed_pairs(sequence, piece, start, end)
+                start = end - 1
+            if end in fed.ends:
+                self._copy_rows(fed, end)
+        if start < stop:
+            piece = hiddens[start - first : stop - first]
+            self._feed_pairs(sequence, piece, start, stop + 1)
 
     def _feed_deferred(self, sequence: Sequence) -> None:
         for hiddens, first, known in self._deferred.pop(sequence.id, ()):

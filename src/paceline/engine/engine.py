@@ -6,16 +6,22 @@ There is one path. Without a proposer every draft is empty and every decoding ro
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from time import perf_counter
+from typing import Any, Literal
 
 import torch
 
 from paceline.config import ModelConfig
 from paceline.draft import verify
+from paceline.draft.length import LengthController, LengthPolicy, StepRecord
 from paceline.draft.proposer import DraftProposer
-from paceline.engine.drafting import Drafting, Fed
+from paceline.engine.alarms import Alarm, Repeats, drafting_alarms, prefix_alarms
+from paceline.engine.drafting import MAX_FAILURES, Drafting, Fed
+from paceline.engine.graphs import Capture, GraphedDraftRunner
+from paceline.engine.prefix import PrefixCache, Snapshot
 from paceline.engine.runner import RowInputs, Runner
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import Batch, Sequence
@@ -33,7 +39,14 @@ from paceline.types import (
 
 __all__ = ["Emission", "Engine"]
 
+AUTO: Literal["auto"] = "auto"
+
+_log = logging.getLogger(__name__)
+
 _NOTHING = Draft(tokens=[])
+
+_ALARM_STEPS = 256
+"""Steps from one look at the counts to the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +60,7 @@ class Emission:
         stats: the request's counts so far; the engine's own object, still growing until the end.
         finish_reason: why the request ended with this step, or None while it goes on.
         error: what went wrong where the reason is "error".
+        cached_tokens: tokens of the prompt that were taken from the cache of prefixes.
     """
 
     request_id: int
@@ -55,6 +69,7 @@ class Emission:
     stats: SpeculationStats
     finish_reason: FinishReason | None = None
     error: str | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -72,21 +87,33 @@ class Engine:
         model: the target's forward.
         config: its shapes and end-of-sequence ids.
         proposer: where drafts come from; None decodes without.
-        num_drafts: drafts a step of a request that does not say, 0 to 8.
+        num_drafts: drafts a step of a request that does not say, 0 to 8, or "auto": as many as pay,
+            chosen anew for each step. None: none, or a block drafter's `block_gamma - 1`.
+        lengths: who chooses where it is "auto"; None: a `LengthController`.
         max_seq_len: most tokens of one request, prompt included; the context limit.
         max_num_seqs: requests that run at once.
         max_num_batched_tokens: most rows of one target forward.
         num_blocks: cache blocks to share; None gives every slot room for `max_seq_len`.
+        prefix_cache_bytes: most bytes of prefixes kept for later requests, their blocks and what is
+            restored beside them; 0 keeps none. See docs/prefix_cache.md.
         device: where the caches live.
         dtype: of the caches' keys.
+        capture: how steps are captured and replayed; None runs each as it is.
+        drafts_on_device: drafts stay where the model is, and a step makes one read of it; None: on
+            every device but a CPU, whose memory is the host's.
+        max_proposer_failures: failures after which the proposer is asked no more.
 
     Attributes:
         config: the target's shapes and end-of-sequence ids.
         num_drafts: drafts a step of a request that does not say.
         drafting: the engine's side of the proposer contract, or None without one.
+        prefix: the cache of prefixes, or None without one.
+        num_preemptions: times a running request lost its blocks to an older one; it reads its
+            tokens anew later, and what it says does not change.
+        speculation: what drafting did for all requests so far.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: a value is out of range, or contradicts the proposer's `block_gamma`.
     """
 
     def __init__(
@@ -95,22 +122,37 @@ class Engine:
         config: ModelConfig,
         *,
         proposer: DraftProposer[Any] | None = None,
-        num_drafts: int = 0,
+        num_drafts: int | Literal["auto"] | None = None,
+        lengths: LengthPolicy | None = None,
         max_seq_len: int,
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 256,
         num_blocks: int | None = None,
+        prefix_cache_bytes: int = 0,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
+        capture: Capture | None = None,
+        drafts_on_device: bool | None = None,
+        max_proposer_failures: int = MAX_FAILURES,
     ) -> None:
-        if isinstance(num_drafts, bool) or not isinstance(num_drafts, int):
-            raise ConfigError(f"num_drafts is {num_drafts!r}; allowed is 0 to {MAX_NUM_DRAFTS}")
-        if not 0 <= num_drafts <= MAX_NUM_DRAFTS:
-            raise ConfigError(f"num_drafts is {num_drafts}; allowed is 0 to {MAX_NUM_DRAFTS}")
+        num_drafts = _num_drafts(num_drafts, proposer)
+        if max_proposer_failures < 1:
+            raise ConfigError(
+                f"max_proposer_failures is {max_proposer_failures}; allowed is at least 1"
+            )
+        whole = isinstance(num_drafts, int) and not isinstance(num_drafts, bool)
+        if num_drafts != AUTO and not (whole and 0 <= num_drafts <= MAX_NUM_DRAFTS):
+            raise ConfigError(
+                f"num_drafts is {num_drafts!r}; allowed is 0 to {MAX_NUM_DRAFTS}, or {AUTO!r}"
+            )
         if num_drafts and proposer is None:
             raise ConfigError(f"num_drafts is {num_drafts}, but there is no proposer to draft")
         self.config = config
-        self.num_drafts = num_drafts
+        self.num_drafts: int | Literal["auto"] = num_drafts
+        place = torch.device("cpu") if device is None else device
+        self._on_device = place.type != "cpu" if drafts_on_device is None else drafts_on_device
+        gamma = None if proposer is None else proposer.block_gamma
+        self._block_drafts = None if gamma is None else gamma - 1
         self.drafting: Drafting | None = None
         if proposer is not None:
             self.drafting = Drafting(
@@ -118,6 +160,9 @@ class Engine:
                 vocab_size=config.vocab_size,
                 max_seq_len=max_seq_len,
                 max_num_seqs=max_num_seqs,
+                on_device=self._on_device,
+                snapshots=prefix_cache_bytes > 0,
+                max_failures=max_proposer_failures,
             )
         self._scheduler = Scheduler(
             max_num_seqs=max_num_seqs,
@@ -132,11 +177,31 @@ class Engine:
             num_blocks=self._scheduler.allocator.num_blocks,
             max_seq_len=max_seq_len,
             max_rows=max_num_batched_tokens,
-            device=torch.device("cpu") if device is None else device,
+            device=place,
             dtype=dtype,
+            capture=capture,
         )
+        if capture is not None and proposer is not None:
+            binding = proposer.circuit_draft()
+            if binding is not None:
+                proposer.set_circuit_draft(GraphedDraftRunner(binding, capture))
+        self.lengths: LengthPolicy = LengthController() if lengths is None else lengths
+        self._scheduler.lengths = self.lengths
+        self.prefix: PrefixCache | None = None
+        if prefix_cache_bytes > 0:
+            self.prefix = self._scheduler.prefix = PrefixCache(
+                self._scheduler.allocator,
+                self._runner.pools,
+                window=config.sliding_window,
+                budget_bytes=prefix_cache_bytes,
+                drafting=self.drafting,
+            )
         self._requests: dict[int, _Request] = {}
         self._next_id = 0
+        self.num_preemptions = 0
+        self.speculation = SpeculationStats()
+        self._repeats = Repeats()
+        self._told: set[str] = set()
 
     @property
     def max_seq_len(self) -> int:
@@ -152,6 +217,26 @@ class Engine:
     def num_proposer_failures(self) -> int:
         """Proposer calls that raised and drafts that had to be cut; costs drafts, never tokens."""
         return 0 if self.drafting is None else self.drafting.num_failures
+
+    @property
+    def num_prefix_lookups(self) -> int:
+        """Admissions that asked the cache of prefixes; pre-empted requests ask anew."""
+        return 0 if self.prefix is None else self.prefix.num_lookups
+
+    @property
+    def num_prefix_hits(self) -> int:
+        """Those that found something."""
+        return 0 if self.prefix is None else self.prefix.num_hits
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Tokens that were not computed because their prefix was kept."""
+        return 0 if self.prefix is None else self.prefix.num_tokens
+
+    def clear_prefix_cache(self) -> None:
+        """Let all kept prefixes go; requests that use one go on."""
+        if self.prefix is not None:
+            self.prefix.clear()
 
     @property
     def has_work(self) -> bool:
@@ -184,6 +269,11 @@ class Engine:
                     raise RequestError(f"{name} holds {token!r}; allowed are ids 0 to {vocab - 1}")
         if params.num_drafts is None:
             params = replace(params, num_drafts=self.num_drafts)
+        elif params.num_drafts and self._block_drafts not in (None, params.num_drafts):
+            raise RequestError(
+                f"num_drafts is {params.num_drafts!r}, but the proposer drafts in blocks; allowed "
+                f"is 0 or {self._block_drafts}"
+            )
         elif params.num_drafts and self.drafting is None:
             raise RequestError(
                 f"num_drafts is {params.num_drafts}, but this engine has no proposer; allowed is 0"
@@ -196,11 +286,13 @@ class Engine:
             params=params,
             max_emitted=min(params.max_tokens, limit - len(tokens)),
             stop_ids=frozenset(ends) | frozenset(params.stop_token_ids),
-            max_drafts=params.num_drafts or 0,
+            max_drafts=params.num_drafts if isinstance(params.num_drafts, int) else MAX_NUM_DRAFTS,
+            adapts=params.num_drafts == AUTO,
         )
         self._scheduler.add(sequence)
         self._next_id += 1
         self._requests[sequence.id] = _Request(sequence)
+        self._repeats.begun(tokens)
         return sequence.id
 
     def abort(self, request_id: int) -> bool:
@@ -212,11 +304,13 @@ class Engine:
         return True
 
     def check_idle(self) -> None:
-        """Make sure that nothing is left behind.
+        """Make sure that nothing is left behind but the prefixes that are kept.
 
         Raises:
             RuntimeError: requests are there, or a block, a slot or a drafter's state is not home.
         """
+        tree = None if self.prefix is None else self.prefix.tree
+        held = self._scheduler.allocator.num_blocks - self.num_free_blocks
         away = [
             f"{count} {what}"
             for what, count in (
@@ -224,17 +318,32 @@ class Engine:
                 ("drafter states", self.drafting.num_states if self.drafting else 0),
                 ("kept prompts", self.drafting.num_kept_prompts if self.drafting else 0),
                 ("carried drafter rows", self.drafting.num_carried if self.drafting else 0),
-                ("cache blocks", self._scheduler.allocator.num_blocks - self.num_free_blocks),
+                ("cache blocks", held - (0 if tree is None else tree.num_blocks)),
+                ("kept blocks still shared", 0 if tree is None else tree.num_shared),
             )
             if count
         ]
-        if away or not self._scheduler.all_home:
+        if away or not self._scheduler.all_slots_home:
             raise RuntimeError(f"the engine is not idle: {', '.join(away) or 'a slot is taken'}")
 
     @property
     def num_free_blocks(self) -> int:
         """Cache blocks nobody holds."""
         return self._scheduler.allocator.num_free
+
+    def alarms(self) -> list[Alarm]:
+        """Signs in the counts so far that drafts or kept prefixes do not do what they should.
+
+        Looked for every 256 steps too; each kind is logged once.
+        """
+        found = drafting_alarms(self.speculation)
+        if self.prefix is not None:
+            found += prefix_alarms(num_repeats=self._repeats.count, num_hits=self.prefix.num_hits)
+        for alarm in found:
+            if alarm.name not in self._told:
+                self._told.add(alarm.name)
+                _log.warning("%s: %s (said once)", alarm.name, alarm.message)
+        return found
 
     @torch.inference_mode()
     def step(self) -> list[Emission]:
@@ -244,10 +353,14 @@ class Engine:
         error; both leave the others alone. An error of the forward itself is raised, and leaves
         every request as it was.
         """
+        start = perf_counter()
         batch = self._scheduler.schedule()
+        self._come_and_go(batch)
         if not batch.rows:
             return []
+        before = perf_counter()
         drafts = self._draft(batch)
+        draft_seconds = perf_counter() - before
         rows = self._rows(batch, drafts)
         try:
             output = self._runner.run(rows)
@@ -255,7 +368,28 @@ class Engine:
             self._drop(batch, drafts)
             raise
         verdicts = self._verify(batch, drafts, output.logits)
-        return self._commit(batch, drafts, verdicts, rows, output)
+        emissions = self._commit(batch, drafts, verdicts, rows, output)
+        if batch.adapts:
+            seconds = perf_counter() - start
+            self.lengths.observe(_record(batch, drafts, verdicts, draft_seconds, seconds))
+        if self.num_forwards % _ALARM_STEPS == 0:
+            self.alarms()
+        return emissions
+
+    def _come_and_go(self, batch: Batch) -> None:
+        """Take notice of who lost a slot, who was given one, and what it goes on from."""
+        self.num_preemptions += len(batch.preempted)
+        if self.drafting is not None:
+            if self.drafting.is_off:
+                self.drafting.retire()
+            for sequence in batch.preempted:
+                self.drafting.suspend(sequence)
+            for admission in batch.admitted:
+                self.drafting.open(admission.sequence)
+        if self.prefix is not None and batch.admitted:
+            for admission in batch.admitted:
+                self.prefix.admit(admission)
+            self.prefix.settle()
 
     # Draft
 
@@ -265,9 +399,7 @@ class Engine:
             return drafts
         asking: list[int] = []
         for index, row in enumerate(batch.rows):
-            if row.reads:
-                self.drafting.open(row.sequence)
-            elif row.max_drafts and self.drafting.has_state(row.sequence):
+            if row.max_drafts and self.drafting.has_state(row.sequence):
                 asking.append(index)
         if asking:
             answers = self.drafting.propose([batch.rows[index] for index in asking])
@@ -284,17 +416,20 @@ class Engine:
     # Run
 
     def _rows(self, batch: Batch, drafts: list[Draft]) -> list[RowInputs]:
-        drafting = self.drafting
+        drafting, prefix = self.drafting, self.prefix
         rows = []
         for row, draft in zip(batch.rows, drafts, strict=True):
             ids = row.sequence.tokens[row.first : row.first + row.width]
             count = draft.num_tokens
+            row.num_fed = 0 if drafting is None else drafting.hiddens_wanted(row, count)
+            kept = 0 if prefix is None else prefix.streams_wanted(row, row.width + count)
             rows.append(
                 RowInputs(
                     cache=row.sequence.handle,
                     ids=[*ids, *draft.tokens],
+                    device_ids=draft.device_tokens,
                     num_logits=1 + count if row.emits else 0,
-                    num_hiddens=drafting.hiddens_wanted(row, count) if drafting is not None else 0,
+                    num_hiddens=max(row.num_fed, kept),
                 )
             )
         return rows
@@ -304,7 +439,11 @@ class Engine:
     def _verify(
         self, batch: Batch, drafts: list[Draft], logits: torch.Tensor
     ) -> list[Verdict | None]:
-        """A verdict per row that emits, None for the others."""
+        """A verdict per row that emits, None for the others.
+
+        Drafts that stayed on the device come with the verdicts and are put into `drafts`.
+        """
+        edited = False
         offsets: list[int] = [0]
         asked: list[list[int]] = []
         for row, draft in zip(batch.rows, drafts, strict=True):
@@ -317,10 +456,17 @@ class Engine:
                 lowest = torch.finfo(logits.dtype).min
                 last = start + min(early, 1 + draft.num_tokens)
                 logits[start:last, list(sequence.stop_ids)] = lowest
+                edited = True
             asked.append(draft.tokens)
             offsets.append(start + 1 + draft.num_tokens)
         if not asked:
             return [None] * len(drafts)
+        if self._on_device:
+            judged = self._runner.read_verdicts(edited=edited)
+            for index, one in enumerate(judged):
+                if one is not None and drafts[index].device_tokens is not None:
+                    drafts[index] = replace(drafts[index], tokens=one.drafts, device_tokens=None)
+            return [None if one is None else one.verdict for one in judged]
         verdicts: Iterator[Verdict] = iter(verify.greedy(logits, asked, offsets=offsets[:-1]))
         return [next(verdicts) if row.emits else None for row in batch.rows]
 
@@ -334,14 +480,20 @@ class Engine:
         rows: list[RowInputs],
         output: TargetOutput,
     ) -> list[Emission]:
-        """Keep what was verified, end what is done, then feed the drafters of what goes on."""
+        """Keep what was verified, end what is done, then feed the drafters of what goes on.
+
+        A request that passed a block's end with its last step ends after that, so that its rows
+        and its drafter's can be kept.
+        """
         emissions: list[Emission] = []
         going: list[Fed] = []
+        ending: list[Sequence] = []
+        kept: list[tuple[Sequence, Snapshot, Fed | None]] = []
         end = 0
         for row, proposed, verdict, given in zip(batch.rows, drafts, verdicts, rows, strict=True):
             sequence, draft = row.sequence, proposed.tokens
             end += given.num_hiddens
-            accepted = 0
+            accepted, ends = 0, False
             if verdict is not None:
                 accepted = verdict.num_accepted
                 if draft and self.drafting is not None:
@@ -350,30 +502,66 @@ class Engine:
                     self._runner.scrub(sequence.handle)
                 else:
                     sequence.handle.commit(row.width + accepted)
-                emission = self._emit(sequence, draft[:accepted], verdict, num_drafted=len(draft))
+                emission = self._emit(
+                    sequence,
+                    draft[:accepted],
+                    verdict,
+                    num_drafted=_drafted(draft),
+                    source=proposed.source,
+                )
                 emissions.append(emission)
-                if emission.finish_reason is not None:
-                    self._close(sequence)
-                    continue
+                ends = emission.finish_reason is not None
             else:
                 sequence.handle.commit(row.width)
-            if given.num_hiddens:
-                going.append(Fed(row, draft, accepted, end - given.num_hiddens, end))
+            passed: list[int] = []
+            if self.prefix is not None and not (verdict is not None and verdict.error):
+                passed = self.prefix.ends(row)
+            if ends and not passed:
+                self._close(sequence)
+                continue
+            fed = None
+            if row.num_fed:
+                fed = Fed(row, draft, accepted, end - row.num_fed, end, ends=passed)
+                going.append(fed)
+            if self.prefix is not None:
+                after_last = row.first + row.width + proposed.num_tokens
+                for place in passed:
+                    streams = output.hiddens[end - after_last + place - 1]
+                    kept.append((sequence, self.prefix.take(sequence, place, streams), fed))
+            if ends:
+                ending.append(sequence)
         if going and self.drafting is not None:
             self.drafting.feed(going, output.hiddens)
+        if self.prefix is not None and kept:
+            for sequence, snapshot, fed in kept:
+                place = snapshot.rings.length
+                self.prefix.keep(sequence, snapshot, fed.copied.get(place) if fed else None)
+            self.prefix.settle()
+        for sequence in ending:
+            self._close(sequence)
         return emissions
 
     def _emit(
-        self, sequence: Sequence, accepted: list[int], verdict: Verdict, *, num_drafted: int
+        self,
+        sequence: Sequence,
+        accepted: list[int],
+        verdict: Verdict,
+        *,
+        num_drafted: int,
+        source: str | None,
     ) -> Emission:
         """Append what the verdict gives, up to the token that ends the sequence."""
         stats = self._requests[sequence.id].stats
         if sequence.num_emitted:
-            stats.record(num_drafted=num_drafted, num_accepted=len(accepted))
-            if verdict.error:
-                stats.num_emitted -= 1  # the target's own token, which did not come
+            if num_drafted and source is None and self.drafting is not None:
+                source = self.drafting.name
+            for counts in (stats, self.speculation):
+                counts.record(num_drafted=num_drafted, num_accepted=len(accepted), source=source)
+                if verdict.error:
+                    counts.num_emitted -= 1  # the target's own token, which did not come
         else:
             stats.num_steps += 1
+            self.speculation.num_steps += 1
         room = sequence.max_emitted - sequence.num_emitted
         given = accepted if verdict.error else [*accepted, verdict.next_token]
         reason = FinishReason.ERROR if verdict.error else None
@@ -387,6 +575,8 @@ class Engine:
                 reason = FinishReason.LENGTH
                 break
         sequence.tokens.extend(taken)
+        if reason is not None and reason is not FinishReason.ERROR:
+            self._repeats.ended(sequence.tokens)
         return Emission(
             request_id=sequence.id,
             token_ids=taken,
@@ -394,10 +584,61 @@ class Engine:
             stats=stats,
             finish_reason=reason,
             error=verdict.error if reason is FinishReason.ERROR else None,
+            cached_tokens=sequence.num_cached or 0,
         )
 
     def _close(self, sequence: Sequence) -> None:
         del self._requests[sequence.id]
         if self.drafting is not None:
             self.drafting.close(sequence)
+        if self.prefix is not None:
+            self.prefix.forget(sequence)
         self._scheduler.remove(sequence)
+
+
+def _num_drafts(
+    given: int | Literal["auto"] | None, proposer: DraftProposer[Any] | None
+) -> int | Literal["auto"]:
+    """What requests that do not say draft, where the proposer may have a say too."""
+    gamma = None if proposer is None else proposer.block_gamma
+    if gamma is None:
+        return 0 if given is None else given
+    if not 2 <= gamma <= MAX_NUM_DRAFTS + 1:
+        raise ConfigError(
+            f"the proposer's block_gamma is {gamma}; allowed is 2 to {MAX_NUM_DRAFTS + 1}"
+        )
+    if given is not None and given not in (0, gamma - 1):
+        raise ConfigError(
+            f"num_drafts is {given!r}, but the proposer drafts in blocks of {gamma}, the known "
+            f"token included; allowed is {gamma - 1}, or 0 for no drafts"
+        )
+    return gamma - 1 if given is None else given
+
+
+def _record(
+    batch: Batch,
+    drafts: list[Draft],
+    verdicts: list[Verdict | None],
+    draft_seconds: float,
+    seconds: float,
+) -> StepRecord:
+    """What the policy is told of a step."""
+    drafted, accepted, prompt_rows = [], [], 0
+    for row, draft, verdict in zip(batch.rows, drafts, verdicts, strict=True):
+        if row.reads:
+            prompt_rows += row.width
+        else:
+            drafted.append(draft.num_tokens)
+            accepted.append(0 if verdict is None else verdict.num_accepted)
+    return StepRecord(
+        drafted=drafted,
+        accepted=accepted,
+        draft_seconds=draft_seconds,
+        rest_seconds=seconds - draft_seconds,
+        prompt_rows=prompt_rows,
+    )
+
+
+def _drafted(draft: list[int]) -> int:
+    """Drafts of a chain, which ends at the first -1."""
+    return draft.index(-1) if -1 in draft else len(draft)

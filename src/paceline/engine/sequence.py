@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from paceline.cache.state import SequenceCache
-from paceline.types import SamplingParams
+from paceline.types import BlockId, SamplingParams
 
-__all__ = ["Batch", "BatchRow", "Sequence"]
+__all__ = ["Admission", "Batch", "BatchRow", "PrefixHit", "Sequence"]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -26,6 +26,8 @@ class Sequence:
         max_drafts: most drafts one of its steps may verify; 0: none ever.
         adapts: whether each step's number is chosen by what pays, up to `max_drafts`.
         cache: its rows in the pools from admission to its end, else None.
+        num_cached: tokens of the prompt that a cache of prefixes had when it was first admitted;
+            None before.
     """
 
     id: int
@@ -37,6 +39,7 @@ class Sequence:
     max_drafts: int = 0
     adapts: bool = False
     cache: SequenceCache | None = None
+    num_cached: int | None = None
 
     @property
     def num_emitted(self) -> int:
@@ -68,6 +71,7 @@ class BatchRow:
             decodes behind the token emitted last.
         max_drafts: drafts that may be verified behind them; 0 where it reads.
         proposed: whether a proposer was asked for this row.
+        num_fed: last rows, drafts included, whose streams the drafting wants.
     """
 
     sequence: Sequence
@@ -77,6 +81,7 @@ class BatchRow:
     reads: bool
     max_drafts: int = 0
     proposed: bool = False
+    num_fed: int = 0
 
     @property
     def emits(self) -> bool:
@@ -84,11 +89,50 @@ class BatchRow:
         return self.first + self.width == self.known
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixHit:
+    """The beginning of a sequence that need not be computed.
+
+    Attributes:
+        length: tokens of it, fewer than the sequence has.
+        blocks: their blocks in order, each held once for whoever gets the hit.
+        snapshot: what else the tokens left behind; for its maker to read, and whole for as long as
+            somebody refers to it.
+    """
+
+    length: int
+    blocks: list[BlockId]
+    snapshot: object
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A sequence that was given a slot, and what it need not compute.
+
+    Attributes:
+        sequence: whose handle is new; none of its rows ran yet.
+        hit: what its handle begins with, or None.
+    """
+
+    sequence: Sequence
+    hit: PrefixHit | None
+
+
 @dataclass(slots=True, eq=False)
 class Batch:
-    """The rows of one step; at most one per sequence."""
+    """The rows of one step, at most one per sequence, and who came and went before it.
+
+    Attributes:
+        rows: what to run.
+        admitted: sequences that were given a slot, for the first time or again.
+        preempted: sequences that lost theirs and wait at the head of the queue.
+        adapts: whether a policy chose the drafts, and wants to hear of the step.
+    """
 
     rows: list[BatchRow]
+    admitted: list[Admission] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+    adapts: bool = False
 
     @property
     def num_rows(self) -> int:

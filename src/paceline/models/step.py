@@ -144,15 +144,25 @@ class ChainingMtpBlock(MtpBlock, Protocol):
         num_rows: int,
         count: int,
         min_log_prob: float,
+        column_ids: torch.Tensor | None,
     ) -> list[tuple[int, float]]:
         """Draft at most `count` tokens: what `forward`, the head and the best id give in turn.
 
         Rows as in `MtpInputs`, all of one sequence, with ids [R] for embeddings. All but the last
-        are written only; the last gives the first draft, and each draft's own row the next.
+        are written only; the last gives the first draft, and each draft's own row the next. The
+        first `num_rows` rows of `lm_head` (0: all) are scored; `column_ids` [that many] int64 says
+        which id each stands for where that is not its place.
 
         Returns:
             (id, log-probability) of each draft. The last may be the one that ended the chain: less
             likely than `min_log_prob`, or -1 where the scores were not finite. One row was written
             for each entry, for keys[-1] and on.
+        """
+        ...
+
+    def chain_logits(self, count: int) -> torch.Tensor:
+        """Scores of the first `count` entries of the last `draft_greedy`, [count, ids] fp32.
+
+        Step memory: dead at the next call.
         """
         ...

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from paceline.ops.reference import linear
@@ -29,6 +31,11 @@ class DenseWeight:
     def gather(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of `ids` [R] int64 as [R, columns] in `dtype`."""
         return self.table[ids].to(self.dtype)
+
+    def take_rows(self, ids: Sequence[int]) -> DenseWeight:
+        """Return a table like this one of the rows `ids`, copied."""
+        places = torch.tensor(ids, dtype=torch.int64, device=self.table.device)
+        return type(self)(self.table[places], dtype=self.dtype)
 
     def matmul(self, x: torch.Tensor, *, num_rows: int = 0) -> torch.Tensor:
         """`x` [R, columns] times the table's first `num_rows` rows (0: all), fp32 [R, num_rows]."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import tokenizers
 
-from paceline.types import CheckpointError
+from paceline.types import CheckpointError, RequestError
 
 __all__ = ["Tokenizer"]
 
@@ -62,18 +62,41 @@ class Tokenizer:
         self.bos_token_id = bos_token_id
         self._bytes: dict[int, bytes] = {}
 
-    def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
-        """Ids of a text; special tokens written out in it count as themselves.
+    def encode(self, text: str, *, add_bos: bool = True, allow_special: bool = False) -> list[int]:
+        """Ids of a text.
 
         Args:
             text: what to encode.
-            add_bos: begin with the begin-of-sequence id where the text does not and there is one.
+            add_bos: begin with the begin-of-sequence id where the ids do not and there is one.
+            allow_special: added tokens spelled out in the text, such as ``<think>`` or the role
+                markers, count as themselves. Otherwise they are encoded as the characters they
+                are, so that no text from outside can end a turn or begin one.
+
+        Raises:
+            RequestError: the text holds a lone surrogate, which no UTF-8 has.
         """
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        try:
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        except TypeError:
+            raise _not_encodable(text) from None
+        if not allow_special and not self.added_ids.isdisjoint(ids):
+            ids = self._encode_plain(text)
         bos = self.bos_token_id
         if add_bos and bos is not None and ids[:1] != [bos]:
             ids.insert(0, bos)
         return ids
+
+    def _encode_plain(self, text: str) -> list[int]:
+        # The library can leave out only those added tokens that are marked special, and DeepSeek's
+        # role and thinking markers are not; so its stages are run here without the one that looks
+        # for added tokens.
+        if self._tokenizer.normalizer is not None:
+            text = self._tokenizer.normalizer.normalize_str(text)
+        pieces = [(text, (0, len(text)))]
+        if self._tokenizer.pre_tokenizer is not None:
+            pieces = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
+        tokenize = self._tokenizer.model.tokenize
+        return [token.id for piece, _ in pieces for token in tokenize(piece)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids, special tokens left out; ids without a token give nothing."""
@@ -87,6 +110,16 @@ class Tokenizer:
             for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
             if token.special
         )
+
+    @cached_property
+    def added_ids(self) -> frozenset[int]:
+        """Ids that stand for a marker and are never made of ordinary text."""
+        return frozenset(self._tokenizer.get_added_tokens_decoder())
+
+    def marker_id(self, marker: str) -> int | None:
+        """Id of an added token, or None where the tokenizer has no such marker."""
+        token_id = self._tokenizer.token_to_id(marker)
+        return token_id if token_id in self.added_ids else None
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes of one token, of which texts are made; none for special and unknown ids."""
@@ -106,6 +139,19 @@ class Tokenizer:
         except KeyError:
             # An added token is written as itself, not in the alphabet of bytes.
             return token.encode()
+
+
+def _not_encodable(text: object) -> RequestError:
+    if not isinstance(text, str):
+        return RequestError(f"a text is needed; {type(text).__name__} is given")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return RequestError(
+            f"the text holds the lone surrogate {text[error.start]!a} at character {error.start}; "
+            "allowed is what UTF-8 can hold"
+        )
+    return RequestError("the tokenizer cannot encode the text")
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -1412,6 +1412,9 @@ def _pick(job: int) -> bool:
         token = 512 * best
         while ld_f32(logits, token) != top:
             token += 1
+        ids = ld_i64(job, Job.COLUMN_IDS)
+        if ids:
+            token = ld_i64(ids, token)
     st_i64(ld_i64(job, Job.TOKEN_OUT), 0, token)
     st_f32(ld_i64(job, Job.LOG_PROB_OUT), 0, log_prob)
     return token >= 0 and log_prob >= ld_f32(ld_i64(job, Job.FLOATS), 6)

@@ -141,6 +141,7 @@ class Job(IntEnum):
     LOG_PROB_OUT = 106
     CHUNKS = 107
     LIMIT = 108
+    COLUMN_IDS = 109
     # The caches.
     WINDOW_ROWS = 110
     RING_SLOTS = 111

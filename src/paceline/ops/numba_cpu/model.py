@@ -7,7 +7,7 @@ step's addresses into the job and has the team run it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -384,6 +384,10 @@ class FusedDense(DenseWeight):
         job[Job.M_FORM] = packed.form
         job[Job.M_INPUTS] = self.table.shape[1]
 
+    def take_rows(self, ids: Sequence[int]) -> FusedDense:
+        """Return a table like this one of the rows `ids`, copied."""
+        return FusedDense(self.table[torch.tensor(ids)], num_threads=self._team.num_threads)
+
     def matmul(self, x: torch.Tensor, *, num_rows: int = 0) -> torch.Tensor:
         """`x` [R, columns] times the table's first `num_rows` rows (0: all), fp32 [R, num_rows]."""
         rows = x.shape[0]
@@ -451,7 +455,7 @@ class FusedModel(_Fused):
             counts[ratio] += 1
         self._finish(layers)
         self._pools: CachePools | None = None
-        self._logits = torch.zeros(0)
+        self._logits = torch.zeros((0, config.vocab_size))
         self._hiddens = torch.zeros(0)
 
     def _grown(self, rows: int) -> None:
@@ -551,6 +555,8 @@ class FusedMtpBlock(_Fused):
         job[Job.FINAL_NORM] = self._vector("mtp.0.norm.weight")
         self._finish([self._layer("mtp.0", ratio=0, window=0, kind_index=0)])
         self._ring: DrafterRing | None = None
+        self._chain_head: FusedDense | None = None
+        self._chain_ids: torch.Tensor | None = None
         self._chain_limit = 0
 
     def _grown(self, rows: int) -> None:
@@ -615,6 +621,7 @@ class FusedMtpBlock(_Fused):
         num_rows: int,
         count: int,
         min_log_prob: float = -math.inf,
+        column_ids: torch.Tensor | None = None,
     ) -> list[tuple[int, float]]:
         """Draft a chain of one sequence in one call; see `ChainingMtpBlock.draft_greedy`.
 
@@ -628,8 +635,13 @@ class FusedMtpBlock(_Fused):
         job[Job.EMBED] = embed_tokens.table.data_ptr()
         job[Job.EMBED_FORM] = BF16 if embed_tokens.table.dtype == torch.bfloat16 else FP32
         limit = num_rows or lm_head.num_rows
-        if len(self._chain_jobs) < count or self._chain_limit != limit:
-            self._make_chain(max(count, 8), lm_head, limit)
+        if (
+            len(self._chain_jobs) < count
+            or self._chain_limit != limit
+            or self._chain_head is not lm_head
+            or self._chain_ids is not column_ids
+        ):
+            self._make_chain(max(count, 8), lm_head, limit, column_ids)
         if rows > 1:
             job[Job.KIND] = Kind.MTP_ROWS
             job[Job.ROWS] = rows - 1
@@ -659,9 +671,15 @@ class FusedMtpBlock(_Fused):
         drawn = count if _NOT_RUN not in tokens else tokens.index(_NOT_RUN)
         return list(zip(tokens[:drawn], self._chain_log_probs[:drawn].tolist(), strict=True))
 
-    def _make_chain(self, count: int, lm_head: FusedDense, limit: int) -> None:
+    def chain_logits(self, count: int) -> torch.Tensor:
+        """Scores of the first `count` drafts of the last `draft_greedy`, [count, ids] fp32."""
+        return torch.from_numpy(self._chain_logits[:count, : self._chain_limit])
+
+    def _make_chain(
+        self, count: int, lm_head: FusedDense, limit: int, column_ids: torch.Tensor | None
+    ) -> None:
         """A job for each step of a chain; what a step leaves for later ones is its own."""
-        self._chain_limit = limit
+        self._chain_limit, self._chain_head, self._chain_ids = limit, lm_head, column_ids
         self._chain_steps = np.arange(count)
         self._chain_words = np.zeros((4, count), np.int64)
         self._chain_log_probs = np.zeros(count, np.float32)
@@ -687,6 +705,7 @@ class FusedMtpBlock(_Fused):
             own[Job.CHUNKS] = self._chain_chunks[n].ctypes.data
             own[Job.LOGITS_OUT] = self._chain_logits[n].ctypes.data
             own[Job.LIMIT] = limit
+            own[Job.COLUMN_IDS] = 0 if column_ids is None else _address(column_ids)
             own[Job.HEAD] = lm_head.packed.address
             own[Job.HEAD_FORM] = lm_head.packed.form
             self._chain_jobs.append(own)
