@@ -1,10 +1,12 @@
-"""How many tokens a verified step yields: by class of prompt, draft length and position.
+"""How many tokens a verified step yields: by class, draft length, position, and rows drafted from.
 
     python benchmarks/acceptance.py --json benchmarks/results/acceptance.json
 
-Greedy, each prompt until the end-of-sequence token or the limit. Tokens with every draft length are
-compared with those without drafts; the exit status is 1 if they differ. docs/metrics.md defines the
-figures. Speed is not measured here, so the machine does not matter.
+Greedy, each prompt until the end-of-sequence token or the limit. Tokens with every draft length and
+under every policy about the drafter's rows (`rows.py`) are compared with those without drafts; the
+exit status is 1 if they differ, or if the plain drafter with exact rows does not draft what the
+head drafts. docs/metrics.md defines the figures. Speed is not measured here, so the machine does
+not matter. What a second turn keeps is measured by `turns.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import rows
 
 LOOP = 16
 """Ids that must repeat for a token to count as part of a loop."""
@@ -55,34 +58,25 @@ def main() -> None:
     plain: list[list[int]] = []
     runs, equal = [], True
     for drafts in (0, *args.num_drafts):
-        llm = LLM(str(model), num_drafts=drafts, **options)
-        done = llm.generate([p.text for p in prompts], params)
-        if failed := [r.error for r in done if r.error]:
-            raise SystemExit(f"error: {failed[0]}")
+        with LLM(str(model), num_drafts=drafts, **options) as llm:
+            done = finished(llm, prompts, params)
         ids = [list(r.token_ids) for r in done]
         if drafts == 0:
             plain = ids
             continue
         equal = equal and ids == plain
-        by_class = {}
-        for kind in dict.fromkeys(p.kind for p in prompts):
-            rows = [
-                common.counts(r.speculation)
-                for r, p in zip(done, prompts, strict=True)
-                if p.kind == kind
-            ]
-            by_class[kind] = common.acceptance(common.add_counts(rows))
-        code = [by_class[kind] for kind in common.CODE_CLASSES if kind in by_class]
-        runs.append(
-            {
-                "num_drafts": drafts,
-                "tokens_equal": ids == plain,
-                "classes": by_class,
-                "code": _together(code) if code else None,
-                "all": _together(list(by_class.values())),
-            }
-        )
+        runs.append({"num_drafts": drafts, "tokens_equal": ids == plain, **by_class(done, prompts)})
         print(f"{drafts} drafts: {runs[-1]['all']['mean_acceptance_length']:.2f}", flush=True)
+    of_rows = compare_rows(
+        str(model),
+        prompts,
+        params,
+        plain,
+        options,
+        lengths=args.row_drafts,
+        per_class=args.row_prompts,
+    )
+    equal = equal and all(one["tokens_equal"] for run in of_rows for one in run["policies"])
     result = {
         "benchmark": "acceptance",
         "quick": args.quick,
@@ -95,6 +89,7 @@ def main() -> None:
             "backend": args.backend,
             "temperature": 0,
             "ignore_eos": False,
+            "row_prompts_per_class": args.row_prompts,
             "code_classes": list(common.CODE_CLASSES),
         },
         "tokens_equal": equal,
@@ -111,6 +106,7 @@ def main() -> None:
             for kind in dict.fromkeys(p.kind for p in prompts)
         },
         "runs": runs,
+        "rows": of_rows,
     }
     print(show(result))
     if args.json:
@@ -118,6 +114,96 @@ def main() -> None:
         print(f"wrote {args.json}")
     if not equal:
         raise SystemExit("error: tokens with drafts differ from tokens without")
+    if not all(run["exact_equals_head"] for run in of_rows):
+        raise SystemExit("error: the drafter with exact rows does not draft what the head drafts")
+
+
+def finished(llm: Any, prompts: Sequence[common.Prompt], params: Any) -> list[Any]:
+    """Results of all prompts; a failed request ends the benchmark."""
+    done: list[Any] = llm.generate([p.text for p in prompts], params, allow_special=True)
+    if failed := [r.error for r in done if r.error]:
+        raise SystemExit(f"error: {failed[0]}")
+    if llm.engine.num_proposer_failures:
+        raise SystemExit(f"error: {llm.engine.num_proposer_failures} failures of the proposer")
+    return done
+
+
+def by_class(done: Sequence[Any], prompts: Sequence[common.Prompt]) -> dict[str, Any]:
+    """Acceptance of each class, of the code classes together and of all."""
+    classes = {}
+    for kind in dict.fromkeys(p.kind for p in prompts):
+        counted = [
+            common.counts(r.speculation)
+            for r, p in zip(done, prompts, strict=True)
+            if p.kind == kind
+        ]
+        classes[kind] = common.acceptance(common.add_counts(counted))
+    code = [classes[kind] for kind in common.CODE_CLASSES if kind in classes]
+    return {
+        "classes": classes,
+        "code": _together(code) if code else None,
+        "all": _together(list(classes.values())),
+    }
+
+
+def compare_rows(
+    model: str,
+    prompts: Sequence[common.Prompt],
+    params: Any,
+    plain: Sequence[list[int]],
+    options: dict[str, Any],
+    *,
+    lengths: Sequence[int],
+    per_class: int,
+) -> list[dict[str, Any]]:
+    """Run every policy of `rows.POLICIES` at every draft length.
+
+    Args:
+        model: the checkpoint's folder.
+        prompts: of all classes.
+        params: how they are decoded.
+        plain: their ids without drafts.
+        options: for `LLM`.
+        lengths: numbers of drafts.
+        per_class: prompts of each class, the first ones.
+
+    Returns:
+        One entry per draft length, each with one per policy.
+    """
+    from paceline import LLM
+    from paceline.config import ModelConfig
+    from paceline.models.deepseek_v4.checkpoint import load_weights
+
+    taken = [i for i, p in enumerate(prompts) if _place(prompts, i) < per_class]
+    some, want = [prompts[i] for i in taken], [plain[i] for i in taken]
+    config = ModelConfig.from_path(model)
+    collapse = rows.head_collapse(load_weights(model, config, want_drafter=False), config)
+    out = []
+    for drafts in lengths:
+        with LLM(model, num_drafts=drafts, **options) as llm:
+            head = by_class(finished(llm, some, params), some)
+        policies = []
+        for policy in rows.POLICIES:
+
+            def make(context: Any, policy: rows.Policy = policy) -> rows.RowsDrafter:
+                return rows.RowsDrafter(context, policy, collapse=collapse)
+
+            with LLM(model, num_drafts=drafts, proposer=make, **options) as llm:
+                done = finished(llm, some, params)
+            ids = [list(r.token_ids) for r in done]
+            policies.append(
+                {"name": policy.name, "tokens_equal": ids == want, **by_class(done, some)}
+            )
+            length = policies[-1]["all"]["mean_acceptance_length"]
+            print(f"{drafts} drafts, rows {policy.name}: {length:.2f}", flush=True)
+        same = {k: v for k, v in policies[0].items() if k in head} == head
+        out.append({"num_drafts": drafts, "exact_equals_head": same, "policies": policies})
+    return out
+
+
+def _place(prompts: Sequence[common.Prompt], index: int) -> int:
+    """Which prompt of its class it is."""
+    return sum(p.kind == prompts[index].kind for p in prompts[:index])
 
 
 _RATIOS = (
@@ -138,20 +224,20 @@ def _together(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def show(result: dict[str, Any]) -> str:
     """The tables for people."""
     runs = result["runs"]
-    rows = []
+    cells: list[tuple[str, ...]] = []
     for kind, output in result["outputs"].items():
         lengths = [f"{run['classes'][kind]['mean_acceptance_length']:.2f}" for run in runs]
-        rows.append((kind, *lengths, f"{output['loop_share']:.0%}"))
+        cells.append((kind, *lengths, f"{output['loop_share']:.0%}"))
     for name in ("code", "all"):
         if runs and runs[0][name]:
             lengths = [f"{run[name]['mean_acceptance_length']:.2f}" for run in runs]
-            rows.append((name, *lengths, ""))
+            cells.append((name, *lengths, ""))
     header = ("mean acceptance length", *(f"K={run['num_drafts']}" for run in runs), "loops")
-    lines = [common.table(header, rows)]
+    lines = [common.table(header, cells)]
     if runs:
         last = runs[-1]
         places = range(1, last["num_drafts"] + 1)
-        rows = [
+        cells = [
             (
                 kind,
                 *(f"{x:.0%}" for x in row["by_position"]),
@@ -161,7 +247,19 @@ def show(result: dict[str, Any]) -> str:
             if len(row["by_position"]) == len(places)
         ]
         header = ("accepted at", *(str(j) for j in places), *(f"{j} given" for j in places))
-        lines += ["", common.table(header, rows)]
+        lines += ["", common.table(header, cells)]
+    for run in result["rows"]:
+        cells = [
+            (
+                one["name"],
+                f"{one['all']['mean_acceptance_length']:.3f}",
+                *(f"{x:.0%}" for x in one["all"]["by_position"]),
+            )
+            for one in run["policies"]
+        ]
+        places = range(1, run["num_drafts"] + 1)
+        header = (f"rows, K={run['num_drafts']}", "length", *(f"at {j}" for j in places))
+        lines += ["", common.table(header, cells)]
     lines.append(f"tokens with drafts equal tokens without: {result['tokens_equal']}")
     return "\n".join(lines)
 
@@ -174,7 +272,9 @@ def parse() -> argparse.Namespace:
     add("--prompts", type=Path, default=common.PROMPTS)
     add("--classes", nargs="+", help="default: all")
     add("--per-class", type=int, help="prompts of each class; default: all")
-    add("--num-drafts", type=int, nargs="+", default=[1, 2, 3, 4])
+    add("--num-drafts", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6, 7, 8])
+    add("--row-drafts", type=int, nargs="+", default=[3, 8], help="K for policies about rows")
+    add("--row-prompts", type=int, default=8, help="prompts of each class for those")
     add("--max-tokens", type=int, default=128)
     add("--max-seq-len", type=int, default=1024)
     add("--batch", type=int, default=8)
@@ -184,6 +284,7 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.quick:
         args.per_class, args.num_drafts, args.max_tokens = 1, [1, 3], 12
+        args.row_drafts = [3]
     return args
 
 

@@ -279,11 +279,11 @@ class PacelineEngine:
         }
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Prompts as the ids that `LLM` makes of them."""
+        """Prompts as the ids that `LLM` makes of them, role markers being markers."""
         from paceline import SamplingParams
 
         llm = next(iter(self._llms.values()))
-        done = llm.generate(texts, SamplingParams(max_tokens=1))
+        done = llm.generate(texts, SamplingParams(max_tokens=1), allow_special=True)
         return [list(result.prompt_token_ids) for result in done]
 
     def run(

@@ -111,7 +111,7 @@ def compare(
     each = -(-tokens // len(prompts))
     params = SamplingParams(max_tokens=each, ignore_eos=True)
     with LLM(num_drafts=0, max_seq_len=1024, prefix_cache=False) as cpu:
-        expected = cpu.generate(prompts, params)
+        expected = cpu.generate(prompts, params, allow_special=True)
         ids = [result.prompt_token_ids for result in expected]
         reference = [result.token_ids for result in expected]
         options: dict[str, Any] = {"max_seq_len": 1024, "prefix_cache": False}
@@ -139,7 +139,8 @@ class Stepped:
 
     def __init__(self, llm: LLM, prompts: list[str]) -> None:
         self.engine = llm.engine
-        read = llm.generate(prompts, SamplingParams(max_tokens=1, ignore_eos=True, num_drafts=0))
+        params = SamplingParams(max_tokens=1, ignore_eos=True, num_drafts=0)
+        read = llm.generate(prompts, params, allow_special=True)
         self.ids = [result.prompt_token_ids for result in read]
 
     def decode(self, count: int, *, batch: int, num_drafts: int) -> tuple[list[list[int]], Leg]:

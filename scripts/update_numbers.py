@@ -263,6 +263,53 @@ def acceptance_sentence(result: Result) -> str:
     )
 
 
+def turns_summary(result: Result) -> str:
+    """Second turns behind a kept prefix and cold."""
+    summary = result["summary"]
+    rows = []
+    for side, name in (("warm", "prefix kept"), ("cold", "cold")):
+        counts, seconds = summary[side], summary["first_token_seconds"][side]
+        read = summary["prompt_tokens"] - (summary["cached_tokens"] if side == "warm" else 0)
+        rows.append(
+            [
+                name,
+                f"{read:,}",
+                f"{counts['num_drafted']:,}",
+                f"{counts['acceptance_rate']:.4f}",
+                f"{counts['mean_acceptance_length']:.3f}",
+                f"{1000 * seconds['median']:.0f}",
+            ]
+        )
+    header = ["second turn", "tokens read", "drafted", "acceptance", "mean acceptance length"]
+    return markdown([*header, "median ms to the first token"], rows)
+
+
+def turns_sentence(result: Result) -> str:
+    """What the promise came to."""
+    summary = result["summary"]
+    if not summary["tokens_equal"]:
+        raise NumbersError("turns.json: tokens behind a kept prefix differ from a cold run's")
+    apart, most = abs(summary["acceptance_difference"]), summary["largest_difference"]
+    return (
+        f"Over {summary['conversations']} two-turn conversations the second turn's acceptance "
+        f"differs by {apart:.4f} from that of a cold run over the same ids, in no conversation by "
+        f"more than {most:.4f}; the tokens are the same, and at most {summary['most_read_anew']} "
+        "tokens of a known prefix were read anew."
+    )
+
+
+def turns_cost(result: Result) -> str:
+    """What keeping costs a request that gains nothing."""
+    cost, kept = result["cost"], result["kept"]
+    ratio, rounds = cost["warm_over_cold"], len(cost["warm_over_cold"]["values"])
+    return (
+        f"A request of {cost['tokens']:,} tokens that decodes without drafts and leaves "
+        f"{cost['blocks']} blocks behind takes {ratio['median']:.3f} of the time it takes without "
+        f"the cache ({ratio['low']:.3f} to {ratio['high']:.3f} over {rounds} rounds). "
+        f"With the bundled model a kept block is {kept['bytes'] / kept['blocks'] / 1e6:.2f} MB."
+    )
+
+
 def training_quality(result: Result) -> str:
     """Held-out loss and accuracies by kind of text."""
     rows = []
@@ -498,7 +545,7 @@ def length_sentence(result: Result) -> str:
         f"Over {len(rows)} scenarios, {result['seeds']} seeds each, the controller loses at most "
         f"{100 * (1 - worst['over_best_fixed']):.1f} % against the fixed length that is best for "
         f"the scenario ({worst['name']}), and at most {100 * (1 - off['over_off']):.1f} % against "
-        f"drafts off ({off['name']}); in {ahead} it beats every fixed length"
+        f"drafts off ({off['name']}); in {ahead} of them it beats every fixed length"
     )
 
 
@@ -537,6 +584,10 @@ RENDER: dict[str, tuple[str, Callable[[Result], str]]] = {
     "decode-batch-1": ("decode", lambda result: decode_table(result, 1)),
     "decode-batch-8": ("decode", lambda result: decode_table(result, 8)),
     "decode-environment": ("decode", environment),
+    "turns-summary": ("turns", turns_summary),
+    "turns-sentence": ("turns", turns_sentence),
+    "turns-cost": ("turns", turns_cost),
+    "turns-environment": ("turns", environment),
     "acceptance-sentence": ("acceptance", acceptance_sentence),
     "acceptance-by-class": ("acceptance", acceptance_by_class),
     "acceptance-by-position": (

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal, Self, get_args
@@ -19,11 +19,12 @@ from paceline import bundled_model_path
 from paceline.config import ModelConfig
 from paceline.draft import CombinedProposer, DeepseekV4MtpHead, DraftProposer, NgramProposer
 from paceline.engine import Emission, Engine
-from paceline.engine.engine import AUTO
+from paceline.engine.engine import AUTO, Acceptance
 from paceline.engine.graphs import CudaCapture
 from paceline.models.deepseek_v4.build import Built, build
 from paceline.models.deepseek_v4.checkpoint import Checkpoint, load_weights
-from paceline.text import Detokenizer, Tokenizer
+from paceline.sampling.noise import fresh_seed
+from paceline.text import Detokenizer, StopMatcher, Tokenizer
 from paceline.types import (
     MAX_NUM_DRAFTS,
     CheckpointError,
@@ -34,6 +35,7 @@ from paceline.types import (
     RequestError,
     SamplingParams,
     StreamChunk,
+    TokenLogprob,
     Usage,
 )
 
@@ -44,6 +46,13 @@ Prompt = str | list[int]
 
 Drafter = Literal["mtp", "ngram", "mtp+ngram"]
 """The package's own drafters, by name."""
+
+LOOKUP_BESIDE_HEAD = 6
+"""Tokens that must come again before a lookup drafts in the head's place.
+
+With fewer, steps of the bundled model gave fewer tokens than with the head alone; with more,
+matches were rare.
+"""
 
 DEFAULT_NUM_DRAFTS = 3
 DEFAULT_MAX_SEQ_LEN = 4096
@@ -66,12 +75,14 @@ class ProposerContext:
         built: the target's parts: embedding, head, and the MTP block where the checkpoint has one.
         max_seq_len: most tokens of a sequence.
         max_num_seqs: sequences at once.
+        special_ids: ids of special tokens, which a drafter over a part of the vocabulary keeps.
     """
 
     config: ModelConfig
     built: Built
     max_seq_len: int
     max_num_seqs: int
+    special_ids: tuple[int, ...] = ()
 
 
 ProposerFactory = Callable[[ProposerContext], DraftProposer[Any]]
@@ -80,7 +91,8 @@ ProposerFactory = Callable[[ProposerContext], DraftProposer[Any]]
 class LLM:
     """A model that completes prompts, by default drafting with its own MTP head.
 
-    Drafts change how fast tokens come, never which: greedy tokens are those of `num_drafts=0`.
+    Drafts change how fast tokens come, never which: at any temperature and with every parameter
+    tokens are those of `num_drafts=0` (other values of `acceptance` aside).
     Not for use from several threads at once; two of them in one process do not touch each other.
 
     Args:
@@ -88,6 +100,8 @@ class LLM:
         num_drafts: drafts per step, 0 to 8, for requests that do not say, or "auto": as many as pay
             by what is measured while it runs, possibly none. None: 3 where the checkpoint has an
             MTP head or a proposer is given, else 0.
+        acceptance: how drafts of requests with a temperature are judged: "invariant", "rejection" or
+            "block"; see `Engine` and docs/sampling.md.
         max_seq_len: context limit, prompt included; None: the model's, at most 4096.
         max_num_seqs: sequences that run at once; further ones wait.
         max_num_batched_tokens: most rows of one target forward; long prompts are cut into pieces.
@@ -107,6 +121,10 @@ class LLM:
             from there: the next turn of a conversation reads its new tokens only. Tokens do not
             change. See docs/prefix_cache.md.
         prefix_cache_bytes: most bytes of what is kept; the least recently used goes first.
+        min_draft_probability: the MTP head ends a chain at a draft it gives less, 0 to 1.
+        keep_drafts: share of a step's drafts that is verified, 0 to 1; the tails that the head
+            finds least likely, over the whole batch, are left out.
+        discard_drafts_below: a draft whose least probability is lower is not verified, 0 to 1.
         num_threads: CPU threads, of the process; None leaves the choice to the libraries.
         progress: called with (bytes read, bytes to read) while loading.
 
@@ -130,6 +148,7 @@ class LLM:
         model: str | os.PathLike[str] | None = None,
         *,
         num_drafts: int | Literal["auto"] | None = None,
+        acceptance: Acceptance = "invariant",
         max_seq_len: int | None = None,
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 256,
@@ -140,6 +159,9 @@ class LLM:
         proposer: DraftProposer[Any] | ProposerFactory | None = None,
         drafter: Drafter | None = None,
         mtp_vocab_size: int = 0,
+        min_draft_probability: float = 0.0,
+        keep_drafts: float = 1.0,
+        discard_drafts_below: float = 0.0,
         prefix_cache: bool = True,
         prefix_cache_bytes: int = DEFAULT_PREFIX_CACHE_BYTES,
         num_threads: int | None = None,
@@ -197,10 +219,23 @@ class LLM:
         built = build(
             weights, config, device=place, dtype=kind, backend=backend, num_threads=num_threads
         )
+        special = set(config.eos_token_ids) | (tokenizer.added_ids if tokenizer else set())
         context = ProposerContext(
-            config=config, built=built, max_seq_len=max_seq_len, max_num_seqs=max_num_seqs
+            config=config,
+            built=built,
+            max_seq_len=max_seq_len,
+            max_num_seqs=max_num_seqs,
+            special_ids=tuple(sorted(special)),
         )
-        made = _make_proposer(proposer, drafter, context, num_drafts, mtp_vocab_size)
+        made = _make_proposer(
+            proposer,
+            drafter,
+            context,
+            num_drafts,
+            mtp_vocab_size,
+            confidence=keep_drafts < 1 or discard_drafts_below > 0,
+            min_probability=min_draft_probability,
+        )
         in_blocks = made is not None and made.block_gamma is not None
         self._set_up(
             Engine(
@@ -209,6 +244,7 @@ class LLM:
                 proposer=made,
                 # A block drafter's width says how many, where the caller does not.
                 num_drafts=None if left_open and in_blocks else num_drafts,
+                acceptance=acceptance,
                 max_seq_len=max_seq_len,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
@@ -216,6 +252,8 @@ class LLM:
                 device=place,
                 dtype=kind,
                 capture=CudaCapture(place) if captures else None,
+                keep_drafts=keep_drafts,
+                discard_drafts_below=discard_drafts_below,
             ),
             tokenizer,
             path,
@@ -276,6 +314,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         add_bos: bool = True,
+        allow_special: bool = False,
     ) -> list[GenerationResult]:
         """Complete every prompt and return when all are done.
 
@@ -284,25 +323,28 @@ class LLM:
             params: for all prompts, or a list with one for each; None: `SamplingParams()`.
             add_bos: begin texts with the begin-of-sequence token, as the training documents do,
                 where they do not and the model has one.
+            allow_special: special tokens that a text spells out, such as role markers, count as
+                themselves; otherwise they are the characters they are written in.
 
         Returns:
-            One result per prompt, in order, also for a single one. A request that failed while it
-            ran has `finish_reason` "error" and says why in `error`; the others are not affected.
+            `n` results per prompt, those of the first prompt first and each prompt's by
+            `sample_index`; a list also for a single one. An answer that failed while it ran has
+            `finish_reason` "error" and says why in `error`; the others are not affected.
 
         Raises:
             RequestError: a prompt or its parameters cannot be served; nothing was run then.
             CheckpointError: a text is given and the checkpoint has no tokenizer.
         """
-        results: dict[int, GenerationResult] = {}
+        results: dict[tuple[int, int], GenerationResult] = {}
         # Held for the whole call: that is cheaper than for each step, and nobody else's code runs.
         with (
             _HeldInterrupt() as interrupt,
-            closing(self._chunks(prompts, params, add_bos, interrupt)) as chunks,
+            closing(self._chunks(prompts, params, add_bos, allow_special, interrupt)) as chunks,
         ):
             for chunk in chunks:
                 if chunk.result is not None:
-                    results[chunk.index] = chunk.result
-        return [results[index] for index in range(len(results))]
+                    results[chunk.index, chunk.sample_index] = chunk.result
+        return [results[place] for place in sorted(results)]
 
     def stream(
         self,
@@ -310,6 +352,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         add_bos: bool = True,
+        allow_special: bool = False,
     ) -> Generator[StreamChunk, None, None]:
         """Complete prompts and yield what each step adds to each, as it comes.
 
@@ -317,28 +360,27 @@ class LLM:
         `break` or by an exception such as Ctrl-C, ends the requests and frees what they held.
 
         Yields:
-            Chunks of the prompts, interleaved; the last of each prompt carries its result.
+            Chunks of the answers, interleaved; the last of each carries its result.
         """
-        yield from self._chunks(prompts, params, add_bos, None)
+        yield from self._chunks(prompts, params, add_bos, allow_special, None)
 
     def _chunks(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         add_bos: bool,
+        allow_special: bool,
         held: _HeldInterrupt | None,
     ) -> Generator[StreamChunk, None, None]:
         if self._closed:
             raise GenerationError("this LLM is closed")
         given = _as_prompts(prompts)
         each = _as_params(params, len(given))
-        encoded = [self._encode(prompt, add_bos) for prompt in given]
+        encoded = [self._encode(prompt, add_bos, allow_special) for prompt in given]
         live: dict[int, _Live] = {}
         try:
             for index, (ids, one) in enumerate(zip(encoded, each, strict=True)):
-                request_id = self.engine.add(ids, one)
-                live[request_id] = _Live(index, ids, self.tokenizer)
-                self._inbox[request_id] = deque()
+                self._add(index, ids, one, live)
             while live:
                 if self._closed:
                     raise GenerationError("this LLM was closed while it generated")
@@ -370,7 +412,49 @@ class LLM:
             # Another loop over this object may be waiting for it.
             self._inbox[emission.request_id].append(emission)
 
-    def _encode(self, prompt: Prompt, add_bos: bool) -> list[int]:
+    def _add(
+        self, index: int, ids: list[int], params: SamplingParams, live: dict[int, _Live]
+    ) -> None:
+        """Queue all answers to one prompt; the first reads it for all of them."""
+        if params.n > 1 and params.seed is None:
+            params = replace(params, seed=fresh_seed())
+        words = self._spelled(params.bad_words or ())
+        leader: int | None = None
+        for sample in range(params.n):
+            one = _Live(
+                index,
+                sample,
+                ids,
+                params,
+                self.tokenizer,
+                eos_ids=self.config.eos_token_ids,
+                leader=None if leader is None else live[leader],
+            )
+            request_id = self.engine.add(
+                ids,
+                params if leader is None else replace(params, prompt_logprobs=None),
+                sample=sample,
+                after=leader,
+                text_end=one if one.reads_stops else None,
+                bad_word_ids=words,
+            )
+            live[request_id] = one
+            self._inbox[request_id] = deque()
+            if leader is None:
+                leader = request_id
+
+    def _spelled(self, words: Sequence[str]) -> list[list[int]]:
+        """Words as ids, at the beginning of a text and behind a space."""
+        if self.tokenizer is None:
+            return []
+        spelled = []
+        for word in words:
+            bare = word.lstrip() or word
+            for text in dict.fromkeys((word, bare, f" {bare}")):
+                spelled.append(self.tokenizer.encode(text, add_bos=False))
+        return spelled
+
+    def _encode(self, prompt: Prompt, add_bos: bool, allow_special: bool) -> list[int]:
         if not isinstance(prompt, str):
             return list(prompt)
         if not prompt:
@@ -380,30 +464,68 @@ class LLM:
             raise CheckpointError(
                 f"{where} has no tokenizer.json; prompts must be lists of ids then"
             )
-        return self.tokenizer.encode(prompt, add_bos=add_bos, allow_special=True)
+        return self.tokenizer.encode(prompt, add_bos=add_bos, allow_special=allow_special)
 
 
 class _Live:
-    """One running request as its reader sees it."""
+    """One running answer as its reader sees it; tells the engine where stop strings end it."""
 
-    def __init__(self, index: int, prompt: list[int], tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        index: int,
+        sample: int,
+        prompt: list[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        *,
+        eos_ids: Sequence[int],
+        leader: _Live | None,
+    ) -> None:
         self._index = index
+        self._sample = sample
         self._prompt = prompt
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self._stops = StopMatcher(
+            params.stop or (), include_stop_str_in_output=params.include_stop_str_in_output
+        )
+        self.reads_stops = bool(params.stop) and self._detokenizer is not None
+        self._stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
+        self._leader = leader
+        self._scanned: deque[list[str]] = deque()
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._drafted: list[bool] = []
+        self._logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
+        self._prompt_logprobs: list[TokenLogprob | None] | None = None
+
+    def scan(self, token_ids: Sequence[int], *, num_unstoppable: int) -> int | None:
+        """Take a step's tokens before they are emitted; how many are kept where a stop ends it."""
+        assert self._detokenizer is not None
+        found = self._stops.scan(
+            self._detokenizer.push_all(token_ids), num_unstoppable=num_unstoppable
+        )
+        self._scanned.append(found.texts)
+        return None if found.stop is None else found.num_tokens
 
     def take(self, emission: Emission) -> StreamChunk:
         self._token_ids += emission.token_ids
         self._drafted += emission.drafted
+        if self._logprobs is not None:
+            self._logprobs += emission.logprobs or ()
+        if emission.prompt_logprobs is not None:
+            self._prompt_logprobs = emission.prompt_logprobs
         pieces: list[tuple[str, bool]] = []
         if self._detokenizer is not None:
-            for token_id, drafted in zip(emission.token_ids, emission.drafted, strict=True):
-                _add_piece(pieces, self._detokenizer.push(token_id), drafted)
-            if emission.finish_reason is not None:
+            if not self.reads_stops:
+                texts = self._detokenizer.push_all(emission.token_ids)
+            else:
+                texts = self._scanned.popleft() if emission.token_ids else []
+            for text, drafted in zip(texts, emission.drafted, strict=True):
+                _add_piece(pieces, text, drafted)
+            if emission.finish_reason is not None and self._stops.stop is None:
                 last = self._drafted[-1] if self._drafted else False
-                _add_piece(pieces, self._detokenizer.flush(), last)
+                tail = self._stops.push(self._detokenizer.flush(), can_stop=False)
+                _add_piece(pieces, tail + self._stops.flush(), last)
         text = "".join(piece for piece, _ in pieces)
         self._texts.append(text)
         return StreamChunk(
@@ -413,10 +535,20 @@ class _Live:
             drafted=emission.drafted,
             pieces=pieces,
             result=None if emission.finish_reason is None else self._result(emission),
+            sample_index=self._sample,
+            logprobs=emission.logprobs,
         )
+
+    def _stop_reason(self) -> str | int | None:
+        if self._stops.stop is not None:
+            return self._stops.stop
+        last = self._token_ids[-1] if self._token_ids else None
+        return last if last in self._stop_ids else None
 
     def _result(self, emission: Emission) -> GenerationResult:
         assert emission.finish_reason is not None
+        stopped = emission.finish_reason is FinishReason.STOP
+        listed = (self._leader or self)._prompt_logprobs
         return GenerationResult(
             text="".join(self._texts),
             token_ids=self._token_ids,
@@ -430,6 +562,10 @@ class _Live:
             drafted=self._drafted,
             prompt_token_ids=self._prompt,
             error=emission.error,
+            sample_index=self._sample,
+            stop_reason=self._stop_reason() if stopped else None,
+            logprobs=self._logprobs,
+            prompt_logprobs=None if listed is None else list(listed),
         )
 
 
@@ -540,6 +676,9 @@ def _make_proposer(
     context: ProposerContext,
     num_drafts: int | Literal["auto"],
     mtp_vocab_size: int,
+    *,
+    confidence: bool,
+    min_probability: float,
 ) -> DraftProposer[Any] | None:
     if isinstance(given, DraftProposer):
         return given
@@ -564,11 +703,14 @@ def _make_proposer(
         context.max_seq_len,
         num_slots=context.max_num_seqs,
         max_width=MAX_NUM_DRAFTS + 1,
+        extra_ids=context.special_ids if mtp_vocab_size else (),
+        confidence=confidence,
+        min_probability=min_probability,
     )
     if drafter != "mtp+ngram":
         return head
-    # Where the head drafts too, a lookup must be surer of itself than alone.
-    return CombinedProposer(NgramProposer(min_ngram=8, max_ngram=8), head)
+    lookup = NgramProposer(min_ngram=LOOKUP_BESIDE_HEAD, max_ngram=LOOKUP_BESIDE_HEAD)
+    return CombinedProposer(lookup, head)
 
 
 def _device(given: str | torch.device) -> torch.device:

@@ -5,18 +5,25 @@ PacelineError
 ├── ConfigError         a configuration value outside what is allowed
 ├── RequestError        one request's input is bad; others are untouched
 ├── UnsupportedError    understood, but not served by this version
-└── GenerationError     one request failed while it ran
+├── GenerationError     one request failed while it ran
+└── RankError           ranks that work together differ, or one of them failed
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, NewType
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
+
+    from paceline.sampling.grammar import GrammarCursor
+    from paceline.sampling.request import Sampler
 
 __all__ = [
     "BlockId",
@@ -31,6 +38,7 @@ __all__ = [
     "PacelineError",
     "PairKey",
     "Position",
+    "RankError",
     "RequestError",
     "Row",
     "SamplingParams",
@@ -76,6 +84,10 @@ class GenerationError(PacelineError, RuntimeError):
     """A request that failed while it ran, for example on non-finite logits."""
 
 
+class RankError(PacelineError, RuntimeError):
+    """A rank failed, wanted something else than the others, died, or did not answer in time."""
+
+
 class FinishReason(StrEnum):
     """Why a sequence ended; the values are OpenAI's and vLLM's words."""
 
@@ -86,21 +98,6 @@ class FinishReason(StrEnum):
 
 
 _NOT_SERVED: dict[str, Any] = {
-    "temperature": 0.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "bad_words": None,
-    "n": 1,
-    "stop": None,
-    "include_stop_str_in_output": False,
-    "logprobs": None,
-    "prompt_logprobs": None,
     "json_schema": None,
     "json_object": False,
     "regex": None,
@@ -129,17 +126,21 @@ class SamplingParams:
         frequency_penalty: taken as often as the id is in the output, -2 to 2.
         logit_bias: id to what is added to its logit, -100 to 100.
         allowed_token_ids: the only ids that may be emitted, or None.
-        bad_words: texts that may not be emitted.
+        bad_words: texts that may not be emitted, as the tokenizer spells each by itself and behind
+            a space; where it joins a word with what stands before, that spelling is not found.
         seed: of the noise, 0 to 2^64 - 1; the same seed gives the same tokens, whatever is drafted
             and whatever else runs. None: no two requests draw the same.
         n: answers to give, each with noise of its own; several need a temperature.
         min_tokens: no end-of-sequence or stop id comes before so many tokens.
-        stop: texts that end the answer.
+        stop: texts that end the answer, checked before its length; none ends one of `min_tokens`
+            tokens or fewer.
         stop_token_ids: further ids that end the sequence; the id is kept in `token_ids`.
         ignore_eos: go on past the end-of-sequence token.
         include_stop_str_in_output: keep the stop text in the answer.
-        logprobs: log-probabilities of each token and of so many most probable ids, 0 to 20.
-        prompt_logprobs: the same for the prompt.
+        logprobs: log-probabilities of each token and of so many most probable ids, 0 to 20; of the
+            model's own logits, before anything here is applied.
+        prompt_logprobs: the same for the prompt, which is then computed as a whole, without the
+            cache of prefixes.
         json_schema: JSON schema the answer follows, as text or as a mapping.
         json_object: whether the answer is a JSON object.
         regex: regular expression the answer matches.
@@ -188,7 +189,7 @@ class SamplingParams:
         self._check_together()
         for name, neutral in _NOT_SERVED.items():
             given = getattr(self, name)
-            if given != neutral and not (name == "top_k" and given == -1):
+            if given != neutral:
                 raise UnsupportedError(
                     f"{name} is {given!r}; this version serves only {name}={neutral!r}"
                 )
@@ -361,6 +362,15 @@ class TokenLogprob:
     rank: int
     top: list[tuple[int, float]]
 
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, which has no infinities: None stands for them."""
+        return {
+            "id": self.id,
+            "logprob": self.logprob if math.isfinite(self.logprob) else None,
+            "rank": self.rank,
+            "top": [list(pair) for pair in self.top],
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
@@ -504,10 +514,11 @@ class SpeculationStats:
 
 @dataclass(kw_only=True)
 class GenerationResult:
-    """One finished request.
+    """One finished answer.
 
     Attributes:
-        text: decoded completion, special tokens removed.
+        text: decoded completion, special tokens removed; it ends before the stop text that ended
+            it, or with it where that was asked for.
         token_ids: every emitted id, the stop id included.
         finish_reason: why it ended.
         usage: token counts; `completion_tokens == len(token_ids)`.
@@ -515,6 +526,11 @@ class GenerationResult:
         drafted: per emitted token, whether it was an accepted draft.
         prompt_token_ids: the prompt as ids.
         error: what went wrong where `finish_reason` is "error".
+        sample_index: which of the prompt's `n` answers it is, from 0.
+        stop_reason: the stop text or the id that ended it where `finish_reason` is "stop".
+        logprobs: one entry per id of `token_ids`, or None where they were not asked for.
+        prompt_logprobs: one per id of the prompt, None for the first, which nothing precedes; or
+            None where they were not asked for, or the request failed before they were there.
     """
 
     text: str
@@ -525,6 +541,10 @@ class GenerationResult:
     drafted: list[bool]
     prompt_token_ids: list[int]
     error: str | None = None
+    sample_index: int = 0
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON document of `paceline generate --json`; field names are those of this class."""
@@ -541,7 +561,17 @@ class GenerationResult:
             "speculation": self.speculation.to_dict(),
             "drafted": self.drafted,
             "error": self.error,
+            "sample_index": self.sample_index,
+            "stop_reason": self.stop_reason,
+            "logprobs": _listed(self.logprobs),
+            "prompt_logprobs": _listed(self.prompt_logprobs),
         }
+
+
+def _listed(given: Sequence[TokenLogprob | None] | None) -> list[dict[str, Any] | None] | None:
+    if given is None:
+        return None
+    return [None if one is None else one.to_dict() for one in given]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -555,6 +585,8 @@ class StreamChunk:
         drafted: per id, whether it was an accepted draft.
         pieces: (text, drafted) pieces that join to `text`, for display.
         result: the finished request, in its last chunk only.
+        sample_index: which of the prompt's `n` answers.
+        logprobs: one entry per id, or None where they were not asked for.
     """
 
     index: int
@@ -563,6 +595,8 @@ class StreamChunk:
     drafted: list[bool]
     pieces: list[tuple[str, bool]]
     result: GenerationResult | None = None
+    sample_index: int = 0
+    logprobs: list[TokenLogprob] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -580,7 +614,16 @@ class DraftRequest:
         draft_embed_target: [hidden] buffer to receive the embedding of the first draft, whose id
             then stays on the device, or None.
         grammar_bitmask: int32 words, bit set = allowed, for the first draft only, or None.
+        grammar: where the sequence stands in its grammar, or None. A proposer that walks it masks
+            every draft by those before it, and leaves it where it found it; one that does not is
+            cut at its first draft that is not allowed.
         target_hidden_stack: hiddens of several layers for drafters that read them, or None.
+        sampler: what picks the request's tokens from logits, to be looked at only: a drafter that
+            picks its drafts with it, from its own logits, is accepted where the target agrees.
+            None: the largest logit is picked.
+        draws: drafts are to be drawn (`Sampler.draw`) and their laws kept in `Draft.laws`, since
+            they are verified by rejection. Otherwise they are picked (`Sampler.pick`). What was
+            chosen without chance has no law in either case.
     """
 
     last_token: int
@@ -590,7 +633,10 @@ class DraftRequest:
     history: list[int]
     draft_embed_target: torch.Tensor | None = None
     grammar_bitmask: torch.Tensor | None = None
+    grammar: GrammarCursor | None = None
     target_hidden_stack: torch.Tensor | None = None
+    sampler: Sampler | None = None
+    draws: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -604,12 +650,15 @@ class Draft:
             first -1 on nothing was drafted; such an entry is verified as a draft never accepted.
             Dead at the proposer's next call unless copied.
         source: name of the drafter among several that made it, for counting; None: there is one.
+        laws: per id the law it was drawn from, [vocab] fp64 summing to 1, or None for an id chosen
+            without chance. None: all were.
     """
 
     tokens: list[int]
     confidence: list[float] | None = None
     device_tokens: torch.Tensor | None = None
     source: str | None = None
+    laws: list[npt.NDArray[np.float64] | None] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -94,7 +94,7 @@ def test_drafts_are_worth_it_on_code(prompts: dict[str, list[str]]) -> None:
 def test_completions_end_and_read_as_text(prompts: dict[str, list[str]]) -> None:
     with LLM(max_seq_len=1024) as llm:
         question = "<｜User｜>What does os.path.join do?<｜Assistant｜></think>"
-        answer = llm.generate(question, SamplingParams(max_tokens=120))[0]
+        answer = llm.generate(question, SamplingParams(max_tokens=120), allow_special=True)[0]
     assert answer.finish_reason == "stop"
     assert 5 < len(answer.text.split()) < 100
     assert "\N{REPLACEMENT CHARACTER}" not in answer.text

@@ -81,7 +81,8 @@ def test_chat_wraps_the_text_in_the_plain_template(tiny_path: Path) -> None:
     chat = generate(tiny_path, "-p", "hi", "--chat", "--json")
     with LLM(tiny_path, num_drafts=0, max_seq_len=256, backend="torch") as llm:
         text = "<｜User｜>hi<｜Assistant｜></think>"
-        (want,) = llm.generate(text, SamplingParams(max_tokens=8, ignore_eos=True))
+        params = SamplingParams(max_tokens=8, ignore_eos=True)
+        (want,) = llm.generate(text, params, allow_special=True)
     assert json.loads(chat.stdout)["token_ids"] == want.token_ids
     assert json.loads(chat.stdout)["usage"] != json.loads(plain.stdout)["usage"]
 

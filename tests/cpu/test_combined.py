@@ -456,6 +456,10 @@ def test_the_engine_tells_the_head_every_pair_once(rule: str, batch: int) -> Non
         assert tokens == continuation(prompt, 45)
     assert engine.num_proposer_failures == 0
     assert not inner.live
+    counts = engine.speculation
+    assert set(counts.drafted_by) == {"mtp", "ngram"}
+    assert sum(counts.drafted_by.values()) == counts.num_drafted
+    assert sum(counts.accepted_by.values()) == counts.num_accepted
     # Both had their turn: the head was asked, and was told of pairs it did not propose from.
     assert inner.calls["catchup_drafter"] > 0
     assert inner.calls.get("propose", 0) + inner.calls.get("propose_batch", 0) > 0

@@ -40,7 +40,7 @@ class Poisoning(PlannedDraftRunner):
         super().__init__(self.bound, shapes)
 
     def run_draft(self, shape: DraftShape) -> None:
-        live = int((self.bound.inputs["depths"][: shape.width] > 0).sum())
+        live = int((self.bound.inputs["slots"][: shape.width] != self.bound.inert_slot).sum())
         nan = float("nan")
         self.bound.inputs["hiddens"][live:] = nan
         self.head.ring.rows[self.bound.inert_slot] = nan
@@ -177,7 +177,7 @@ def test_any_history_behind_a_runner_drafts_as_without(
         for i in sorted(rng.sample(range(len(alive)), rng.randint(0, 1)), reverse=True):
             for sequence in alive.pop(i):
                 sequence.head.free_state(sequence.state)
-    assert bound.num_circuit_fallbacks == 0
+    assert bound.num_circuit_fallbacks == bound.num_nonfinite == 0
     assert bound.num_circuit_runs == runner.num_runs
     assert eager.num_circuit_runs == eager.num_circuit_fallbacks == 0
     assert len(drafted) > 1
@@ -223,6 +223,7 @@ def test_a_batch_that_drains_from_eight_to_one_drafts_as_without(
     assert [shape.width for shape in runner.seen] == [8] * 8 + [4] * 4 + [2] * 2 + [1] * 2
     assert [shape.depth for shape in runner.seen] == [1 + turn % 5 for turn in range(16)]
     assert bound.num_circuit_runs == 16
+    assert bound.num_nonfinite == 0
     assert_exact(ours[0], eager)
 
 

@@ -73,6 +73,7 @@ def test_the_chain_of_the_real_block_runs_without_a_host_read(tiny: Tiny) -> Non
         num_drafts, accept = rng.randint(1, 8), rng.randint(0, 8)
         assert left.step(num_drafts, accept) == read.step(num_drafts, accept)
     assert_exact(left, tiny.head(num_slots=1))
+    assert left.head.num_circuit_runs == left.head.num_circuit_fallbacks == 0
 
 
 def test_a_batch_with_unequal_counts_runs_without_a_host_read(tiny: Tiny) -> None:
@@ -202,6 +203,22 @@ def test_confidence_of_drafts_on_the_device_is_read_when_asked_for(tiny: Tiny) -
     assert 0 < confidence < 1
 
 
+def test_confidence_is_gone_once_another_sequence_drafts(tiny: Tiny) -> None:
+    head = tiny.head(num_slots=2, confidence=True)
+    first, second = DeviceRun(head, tiny.config, 6), DeviceRun(head, tiny.config, 7)
+    for sequence in (first, second):
+        sequence.prefill(30)
+    head.propose(first.deferred(3), first.state)
+    head.after_verify(1, first.state)
+    kept = head.last_confidence(first.state)
+    assert kept is not None
+    assert head.last_confidence(first.state) == kept
+    head.propose(first.deferred(3), first.state)
+    head.propose(second.deferred(3), second.state)
+    assert head.last_confidence(first.state) is None
+    assert head.last_confidence(second.state) is not None
+
+
 # A chain that ends early
 
 
@@ -327,6 +344,45 @@ def test_a_mask_holds_on_the_device_and_an_empty_one_is_nothing_broken(tiny: Tin
 
 
 # All or nothing
+
+
+@pytest.mark.parametrize("way", ["stepped", "program", "device"])
+@pytest.mark.parametrize("fails_at", [0, 1, 2])
+def test_a_forward_that_fails_leaves_no_row_that_could_be_wrong(way: str, fails_at: int) -> None:
+    config = toy_config()
+
+    class Failing(ToyBlock):
+        calls = -1
+
+        def forward(self, inputs: MtpInputs, ring: DrafterRing) -> MtpOutput:
+            if self.calls >= 0:
+                self.calls += 1
+                if self.calls > fails_at:
+                    raise RuntimeError("out of memory")
+            return super().forward(inputs, ring)
+
+    head, fresh = toy_head(config), toy_head(config)
+    block = Failing(config)
+    head.module = block
+    if way == "program":
+        head.set_circuit_draft(Nothing())
+    kind = DeviceRun if way == "device" else Run
+    sequences = [kind(head, config, i) for i in range(2)]
+    for sequence in sequences:
+        sequence.prefill(20)
+        sequence.step(4, 3)
+    requests = [s.deferred(4) if isinstance(s, DeviceRun) else s.request(4) for s in sequences]
+    block.calls = 0
+    with pytest.raises(RuntimeError, match="out of memory"):
+        head.propose_batch(requests, [s.state for s in sequences])
+    block.calls = -1
+    for sequence in sequences:
+        assert head.last_pair_key(sequence.state) is None
+        with pytest.raises(ValueError, match="drafted 0"):
+            head.after_verify(1, sequence.state)
+        for accept in (2, 0, 3):
+            sequence.step(4, accept)
+            assert_exact(sequence, fresh, gapless=False)
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,25 @@ def test_two_heads_of_one_block_keep_their_vocabularies_apart(tiny: Tiny) -> Non
     assert [list(drafts) for drafts in zip(*together, strict=True)] == alone
 
 
+def test_two_output_heads_of_one_block_are_kept_apart(tiny: Tiny) -> None:
+    turned = tiny.lm_head.take_rows(list(reversed(range(tiny.config.vocab_size))))
+    ring = tiny.head().ring
+    heads = [
+        DeepseekV4MtpHead.new(
+            tiny.module, tiny.embed, table, tiny.config, 0, MAX_SEQ_LEN, ring=ring
+        )
+        for table in (tiny.lm_head, turned, tiny.lm_head)
+    ]
+    runs = [Run(head, tiny.config, 1) for head in heads]
+    drafts = []
+    for run in runs:
+        # All have the same slot of one ring, one after the other.
+        run.prefill(20)
+        drafts.append(run.head.propose(run.request(1), run.state).tokens)
+    first, other, again = drafts
+    assert first == again == [tiny.config.vocab_size - 1 - other[0]]
+
+
 def test_all_ids_need_no_others() -> None:
     config = toy_config()
     head = toy_head(config, extra_ids=[63, 1])

@@ -25,6 +25,7 @@ from paceline.draft.length import (
     LengthPolicy,
     SequenceView,
     StepRecord,
+    _rising,
 )
 from paceline.types import ConfigError
 
@@ -296,6 +297,35 @@ def test_nothing_is_tried_before_a_step_without_prompts_was_measured() -> None:
         assert machine.step(views(8, 8), prompt_rows=64) == [0, 0]
 
 
+def test_the_opening_waits_for_steps_without_prompts() -> None:
+    machine = Machine(LengthController(), rate=0.95, row=0.9, draft=0.3)
+    machine.run(4)
+    assert machine.asked == [[0]] * 4
+    asked = [machine.step(views(8), prompt_rows=64)[0] for _ in range(50)]
+    assert sum(asked) <= 1
+    assert 3 in machine.run(10)
+
+
+def test_the_opening_waits_for_a_batch_that_lasts() -> None:
+    """A curve's first sample is dropped, so sizes met once have no time to decide by."""
+    machine = Machine(LengthController(), rate=0.95)
+    for num in range(1, 20):
+        assert not any(machine.step(views(*[8] * num)))
+
+
+def test_times_rise_with_the_rows() -> None:
+    assert _rising([1.0, 3.0, 2.0, 4.0], [1.0, 1.0, 3.0, 1.0]) == [1.0, 2.25, 2.25, 4.0]
+    assert _rising([3.0, 2.0, 1.0], [1.0, 1.0, 1.0]) == [2.0, 2.0, 2.0]
+    policy = LengthController()
+    machine = Machine(policy, rate=0.6, row=0.02, draft=0.01, noise=0.4)
+    for step in range(300):
+        machine.step(views(8, 8) if step % 3 else views(8, 8, 8))
+        for curve in policy._curves.values():
+            table = curve.table()
+            assert table == sorted(table)
+            assert table[0] > 0.0
+
+
 @pytest.mark.parametrize("share", [0.02, 0.06])
 def test_slow_outliers_leave_the_choice_alone(share: float) -> None:
     machine = Machine(LengthController(), rate=0.9, row=0.1, draft=0.05)
@@ -334,8 +364,8 @@ def test_a_drafter_that_catches_up_does_not_look_dear() -> None:
     policy = machine.policy
     assert isinstance(policy, LengthController)
     before = list(policy._drafts.fit())
-    late = policy.choose(views(8, fixed=2))
-    assert late == [2]
+    late = policy.choose(views(8, fixed=3))
+    assert late == [3]
     policy.observe(StepRecord(late, [0], 50.0, 1.6))
     assert list(policy._drafts.fit()) == before
 
@@ -383,6 +413,32 @@ def test_probes_that_lose_wait_twice_as_long_each() -> None:
         machine.step(views(8))
         waits.add(policy._wait)
     assert waits == {16, 32, 64, 128, 256}
+
+
+def rested(rate: float) -> Machine:
+    """A machine whose last probe has just lost, so that the next is far."""
+    machine = Machine(LengthController(), rate=rate, row=0.3, draft=0.1, noise=0.05)
+    policy = machine.policy
+    assert isinstance(policy, LengthController)
+    for _ in range(5000):
+        machine.step(views(8))
+        if policy._wait == 256 and policy._next_trial - policy._step > 200:
+            return machine
+    raise AssertionError("it never rested")
+
+
+@pytest.mark.parametrize("change", ["nothing", "times", "acceptance"])
+def test_a_clear_change_brings_the_next_probe_near(change: str) -> None:
+    machine = rested(0.8)
+    policy = machine.policy
+    assert isinstance(policy, LengthController)
+    rates = {"acceptance": 0.2}
+    machine.rate = rates.get(change, 0.8)
+    nearest = 256
+    for _ in range(60):
+        machine.step(views(8), slow=2.0 if change == "times" else 1.0)
+        nearest = min(nearest, policy._wait)
+    assert (nearest == 16) == (change != "nothing")
 
 
 # On the simulation

@@ -400,6 +400,42 @@ def test_a_freed_state_drafts_no_more() -> None:
         sequence.head.propose(sequence.request(1), sequence.state)
 
 
+def test_a_freed_state_takes_no_rows() -> None:
+    config = toy_config()
+    sequence = Run(toy_head(config), config, 1)
+    sequence.prefill(5)
+    head, state, streams = sequence.head, sequence.state, sequence.streams
+    head.free_state(state)
+    before = head._pending.clone(), head.ring.rows.clone()
+    for feed in (
+        lambda: head.prefill_drafter([1, 2, 3], streams[:3], state),
+        lambda: head.catchup_drafter([1], streams[:1], 0, 5, state),
+        lambda: head.catchup_batch([[1]], [streams[:1]], [5], [state]),
+    ):
+        with pytest.raises(ValueError, match="the state was freed"):
+            feed()
+    assert torch.equal(head._pending, before[0])
+    assert torch.equal(head.ring.rows, before[1])
+
+
+def test_a_batch_of_one_state_twice_is_refused() -> None:
+    config = toy_config()
+    sequence = Run(toy_head(config), config, 1)
+    sequence.prefill(5)
+    rows = sequence.streams[4:5]
+    with pytest.raises(ValueError, match="one state for each"):
+        sequence.head.catchup_batch([[1], [2]], [rows, rows], [5, 6], [sequence.state] * 2)
+    assert sequence.head.last_pair_key(sequence.state) == 3
+
+
+def test_the_head_drafts_by_itself_one_draft_at_a_time_and_at_each_chunk() -> None:
+    head = toy_head(toy_config(), num_slots=3)
+    assert head.needs_comm is False
+    assert head.block_gamma is None
+    assert head.prefill_uses_shared_buffers is False
+    assert head.propose_batch_max() == 3
+
+
 def test_what_a_slot_held_before_does_not_matter(tiny: Tiny) -> None:
     head = tiny.head(num_slots=1)
     head.ring.rows.fill_(float("nan"))

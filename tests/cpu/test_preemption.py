@@ -10,43 +10,24 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import Rig, make_rig
-from toy import RULES, Checked, ToyModel, continuation, oracle, run, toy_config, toy_engine
+from toy import (
+    RULES,
+    Carrying,
+    Checked,
+    ToyModel,
+    continuation,
+    oracle,
+    run,
+    toy_config,
+    toy_engine,
+)
 
 from paceline.draft import DeepseekV4MtpHead
 from paceline.engine import Engine
 from paceline.models.deepseek_v4.checkpoint import Weights
-from paceline.types import DrafterKv, SamplingParams
+from paceline.types import SamplingParams
 
 NO_EOS = toy_config(eos_token_ids=())
-
-
-class Carrying(Checked):
-    """Hands its pairs over, and knows which values are whose."""
-
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
-        self.carried: dict[int, dict[int, int]] = {}
-        self.num_taken = 0
-        self.refuses = False
-
-    def take_drafter_kv(self, state: Any) -> DrafterKv | None:
-        assert not state["pending"], "drafts without a verdict"
-        if not state["pairs"]:
-            return None
-        self.num_taken += 1
-        pairs, state["pairs"] = state["pairs"], {}
-        self.carried[self.num_taken] = pairs
-        return DrafterKv(blocks=[self.num_taken], rows=len(pairs), last_pair_key=max(pairs))
-
-    def install_drafter_kv(self, kv: DrafterKv, state: Any) -> bool:
-        assert not state["pairs"]
-        if self.refuses:
-            return False
-        state["pairs"] = self.carried.pop(kv.blocks[0])
-        return True
-
-    def free_drafter_kv(self, kv: DrafterKv) -> None:
-        del self.carried[kv.blocks[0]]
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -115,6 +96,24 @@ def test_rows_that_are_refused_at_the_return_are_freed_and_read_anew() -> None:
     assert engine.num_proposer_failures == 0
     assert proposer.num_taken == 1
     assert not proposer.carried
+
+
+def test_rows_of_one_that_has_too_little_left_to_draft_for_are_freed_at_its_return() -> None:
+    proposer = Carrying(oracle)
+    engine = toy_engine(config=NO_EOS, proposer=proposer, num_drafts=2)
+    engine.add(prompt_of(20), SamplingParams(max_tokens=8))
+    for _ in range(3):
+        engine.step()
+    assert len(engine._requests[0].sequence.tokens) == 20 + 7
+    preempt(engine)
+    engine._scheduler._free_slots, slots = [], engine._scheduler._free_slots
+    assert engine.step() == []
+    assert len(proposer.carried) == 1
+    engine._scheduler._free_slots = slots
+    # One more token is to come, after which nothing could be drafted.
+    assert len(run(engine)[0]) == 1
+    assert not proposer.carried
+    assert len(proposer.live) == 0
 
 
 def test_what_was_carried_is_not_handed_over_again() -> None:

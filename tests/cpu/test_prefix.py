@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from paceline.cache.prefix import PrefixTree
 from paceline.cache.snapshot import RingSnapshot, block_bytes
 from paceline.draft import DeepseekV4MtpHead, DraftProposer, OracleProposer
 from paceline.engine import Engine
+from paceline.engine.drafting import Drafting, Fed
+from paceline.engine.sequence import BatchRow, Sequence
 from paceline.models.deepseek_v4.build import Built, build
 from paceline.models.deepseek_v4.checkpoint import Weights
 from paceline.models.step import StepInputs, TargetOutput
@@ -179,7 +182,7 @@ def test_any_history_agrees_with_a_list(data: st.DataObject) -> None:
     used: list[str] = []  # least recently used first
     sizes: dict[str, int] = {}
 
-    def cost(texts: Sequence[str]) -> int:
+    def cost(texts: Items[str]) -> int:
         return sum(10 + sizes.get(text, 0) for text in texts)
 
     def use(text: str) -> None:
@@ -451,6 +454,43 @@ def test_rows_missing_after_a_turn_without_drafts_are_made_and_kept() -> None:
     assert engine.num_proposer_failures == 0
 
 
+@pytest.mark.parametrize("rule", ["none", "oracle", "scattered"])
+@pytest.mark.parametrize("answer", range(6, 12))
+def test_rows_are_kept_of_blocks_that_the_last_steps_passed(rule: str, answer: int) -> None:
+    """The last step asks no proposal, so the drafter is a pair behind when its block ends."""
+    rules = {**RULES, "none": lambda history, count, step: []}
+    proposer = Carrying(rules[rule])
+    engine = toy(proposer=proposer, num_drafts=3)
+    text = ids_of(251, high=VOCAB, low=0)
+    tokens, _ = cached(engine, text, SamplingParams(max_tokens=answer))
+    follow = [*text, *tokens, 4]
+    want = continuation(follow, 30)
+    assert cached(engine, follow, SamplingParams(max_tokens=30)) == (want, 256)
+    assert proposer.shared == 1
+    assert engine.num_proposer_failures == 0
+
+
+@pytest.mark.parametrize("oldest", [128, 129, 200])
+def test_rows_that_do_not_fill_the_window_are_not_kept(oldest: int) -> None:
+    """As after a pre-emption: the newest rows were brought along, older ones are not made again."""
+    proposer = Carrying(oracle)
+    drafting = Drafting(proposer, vocab_size=VOCAB, max_seq_len=600, max_num_seqs=1, snapshots=True)
+    one = Sequence(
+        id=0,
+        tokens=ids_of(300),
+        prompt_len=300,
+        params=SamplingParams(max_tokens=9),
+        max_emitted=9,
+        max_drafts=3,
+    )
+    drafting.open(one)
+    proposer.live[0]["pairs"] = dict.fromkeys(range(oldest, 299), 5)
+    fed = Fed(BatchRow(one, 200, 60, 300, reads=True), [], 0, 0, 60, ends=[256])
+    drafting._copy_rows(fed, 256)
+    assert list(fed.copied) == ([256] if oldest == 128 else [])
+    assert len(proposer.kept) == len(fed.copied)
+
+
 @pytest.mark.parametrize("common", [0, 1, 127, 128, 129, 255, 256, 300])
 def test_hit_length_where_texts_part(common: int) -> None:
     engine = toy()
@@ -500,6 +540,8 @@ def test_accepted_drafts_behind_a_stop_token_are_nobodys(at: int) -> None:
     engine = toy(proposer=Checked(oracle, hidden_rows=0), num_drafts=8)
     tokens, _ = cached(engine, prompt, params)
     assert tokens == text[: index + 1]
+    assert engine.prefix is not None
+    assert engine.prefix.tree.num_blocks == (at + index + 1) // 128
     whole = [*prompt, *text, 3]
     got, found = cached(engine, whole, SamplingParams(max_tokens=4))
     assert found <= 128 * ((at + index + 1) // 128)
@@ -772,13 +814,30 @@ class Pair:
                 )
             )
 
+    def scramble(self) -> None:
+        """Leave noise in every ring, as other sequences would: a slot comes back as it was else."""
+        for engine, head in zip(self.engines, self.heads, strict=True):
+            pools = engine._runner.pools
+            for name in (
+                "window",
+                "raw4_kv",
+                "raw4_score",
+                "index_raw_kv",
+                "index_raw_score",
+                "raw128_kv",
+                "raw128_score",
+            ):
+                getattr(pools, name).normal_()
+            head.ring.rows.normal_()
+
     def run(
-        self, prompt: list[int], params: SamplingParams, *, look: Sequence[int] = ()
+        self, prompt: list[int], params: SamplingParams, *, look: Items[int] = ()
     ) -> tuple[list[int], int]:
         """Tokens and cached tokens, after making sure that both engines agree.
 
         State is compared whenever both have emitted one of `look` tokens.
         """
+        self.scramble()
         tokens: list[list[int]] = []
         states: list[dict[int, dict[str, torch.Tensor]]] = []
         found = 0

@@ -194,6 +194,14 @@ def test_a_request_taken_up_again_goes_on_as_it_would_have() -> None:
         assert got == want[cut:]
 
 
+def test_the_noise_goes_by_the_absolute_position() -> None:
+    want, _ = run_invariant(TARGET, make_sampler(PROMPT, temperature=1.0), PROMPT, LENGTH)
+    for cut in range(1, LENGTH, 7):
+        longer = [*PROMPT, *want[:cut]]
+        sampler = make_sampler(longer, temperature=1.0)
+        assert run_invariant(TARGET, sampler, longer, LENGTH - cut)[0] == want[cut:]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_bias_that_settles_it_settles_it_under_drafts(temperature: float) -> None:
     sampler = make_sampler(PROMPT, temperature=temperature, logit_bias={5: 100.0})

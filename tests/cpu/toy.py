@@ -18,7 +18,7 @@ from paceline.config import ModelConfig
 from paceline.draft import DraftProposer
 from paceline.engine import Emission, Engine
 from paceline.models.step import StepInputs, TargetOutput
-from paceline.types import Draft, DraftRequest, FinishReason, SamplingParams
+from paceline.types import Draft, DrafterKv, DraftRequest, FinishReason, SamplingParams
 
 VOCAB = 61
 EOS = 1
@@ -293,6 +293,35 @@ class Checked(DraftProposer[dict[str, Any]]):
 
     def free_state(self, state: Any) -> None:
         self.live.remove(state)
+
+
+class Carrying(Checked):
+    """Hands its pairs over, and knows which values are whose."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.carried: dict[int, dict[int, int]] = {}
+        self.num_taken = 0
+        self.refuses = False
+
+    def take_drafter_kv(self, state: Any) -> DrafterKv | None:
+        assert not state["pending"], "drafts without a verdict"
+        if not state["pairs"]:
+            return None
+        self.num_taken += 1
+        pairs, state["pairs"] = state["pairs"], {}
+        self.carried[self.num_taken] = pairs
+        return DrafterKv(blocks=[self.num_taken], rows=len(pairs), last_pair_key=max(pairs))
+
+    def install_drafter_kv(self, kv: DrafterKv, state: Any) -> bool:
+        assert not state["pairs"]
+        if self.refuses:
+            return False
+        state["pairs"] = self.carried.pop(kv.blocks[0])
+        return True
+
+    def free_drafter_kv(self, kv: DrafterKv) -> None:
+        del self.carried[kv.blocks[0]]
 
 
 def oracle(history: list[int], count: int, step: int) -> list[int]:

@@ -85,7 +85,8 @@ def test_replays_while_k_changes_and_the_batch_drains(parts: Any) -> None:
 
     eager, graphed = benches(parts)
     accepted = drain(eager, graphed, vocab=parts[1].vocab_size, num_steps=26, seed=5)
-    assert graphed.runner.num_replays == eager.runner.num_replays == 26
+    # The other one also plays the oracle, in two runs more for each step.
+    assert 3 * graphed.runner.num_replays == eager.runner.num_replays == 3 * 26
     assert {0, 1, 2} <= set(accepted)
 
 

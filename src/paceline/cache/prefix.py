@@ -144,6 +144,7 @@ class PrefixTree(Generic[P]):
             The node, or None where there is no room beside its own ancestors: then nothing changed
             but for what was evicted, and the payload is still the caller's.
         """
+        assert len(tokens) >= length, f"{len(tokens)} ids for a text of {length}"
         parent = self._parent(tokens, length, after)
         if parent is None:
             path = list(self._walk(tokens, length - BLOCK_TOKENS))

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from paceline.cli import options
+from paceline.cli import options, sampling
 from paceline.types import (
+    CheckpointError,
     FinishReason,
     GenerationError,
     GenerationResult,
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from paceline.llm import LLM
 
 __all__ = ["generate"]
-
-_CHAT = "<｜User｜>{}<｜Assistant｜></think>"
-
 
 def generate(
     model: options.Model = None,
@@ -47,6 +45,10 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="The text is a question to the assistant.")
     ] = False,
+    special: Annotated[
+        bool,
+        typer.Option("--special", help="Special tokens spelled in the text count as themselves."),
+    ] = False,
     num_drafts: Annotated[
         str | None,
         typer.Option(
@@ -63,6 +65,30 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document instead of text.")
     ] = False,
+    temperature: sampling.Temperature = 0.0,
+    top_p: sampling.TopP = 1.0,
+    top_k: sampling.TopK = 0,
+    min_p: sampling.MinP = 0.0,
+    repetition_penalty: sampling.RepetitionPenalty = 1.0,
+    presence_penalty: sampling.PresencePenalty = 0.0,
+    frequency_penalty: sampling.FrequencyPenalty = 0.0,
+    logit_bias: sampling.LogitBias = None,
+    allowed_token_ids: sampling.AllowedIds = None,
+    bad_words: sampling.BadWords = None,
+    seed: sampling.Seed = None,
+    num_answers: sampling.NumAnswers = 1,
+    min_tokens: sampling.MinTokens = 0,
+    stop: sampling.Stops = None,
+    stop_token_ids: sampling.StopIds = None,
+    include_stop: sampling.IncludeStop = False,
+    logprobs: sampling.Logprobs = None,
+    prompt_logprobs: sampling.PromptLogprobs = None,
+    json_schema: sampling.JsonSchema = None,
+    json_object: sampling.JsonObject = False,
+    regex: sampling.Regex = None,
+    grammar: sampling.Grammar = None,
+    choice: sampling.Choices = None,
+    acceptance: options.Acceptance = "invariant",
     drafter: options.Drafter = None,
     max_seq_len: options.MaxSeqLen = None,
     device: options.Device = "cpu",
@@ -70,17 +96,45 @@ def generate(
     backend: options.Backend = "auto",
     num_threads: options.NumThreads = None,
 ) -> None:
-    """Complete a text. Accepted drafts are tinted on a terminal."""
+    """Complete a text. Accepted drafts are tinted on a terminal.
+
+    Several answers (--n) are shown one after another, and --json prints a list of them.
+    """
     if model == "-" and source is None:
         model, source = None, "-"
     text = _prompt(prompt, file, source)
     if not text:
         raise RequestError("the prompt is empty; at least one character is needed")
-    if chat:
-        text = _CHAT.format(text)
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        ignore_eos=ignore_eos,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=sampling.biases(logit_bias),
+        allowed_token_ids=sampling.ids("allowed-token-ids", allowed_token_ids),
+        bad_words=bad_words or None,
+        seed=seed,
+        n=num_answers,
+        min_tokens=min_tokens,
+        stop=stop or None,
+        stop_token_ids=sampling.ids("stop-token-ids", stop_token_ids) or (),
+        include_stop_str_in_output=include_stop,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        json_schema=sampling.text_or_file(json_schema),
+        json_object=json_object,
+        regex=regex,
+        grammar=sampling.text_or_file(grammar),
+        choice=choice or None,
+    )
     llm = options.load(
         model,
+        acceptance=acceptance,
         num_drafts=options.drafts(num_drafts),
         drafter=drafter,
         max_seq_len=max_seq_len,
@@ -90,11 +144,26 @@ def generate(
         num_threads=num_threads,
     )
     with llm:
-        result = _run(llm, text, params, show=not as_json)
+        given = _asked(llm, text, allow_special=special) if chat else text
+        results = _run(llm, given, params, show=not as_json, allow_special=special)
     if as_json:
-        typer.echo(json.dumps(result.to_dict(), indent=2, ensure_ascii=False))
-    if result.finish_reason is FinishReason.ERROR:
-        raise GenerationError(result.error)
+        documents = [result.to_dict() for result in results]
+        shown = documents if num_answers > 1 else documents[0]
+        typer.echo(json.dumps(shown, indent=2, ensure_ascii=False))
+    for result in results:
+        if result.finish_reason is FinishReason.ERROR:
+            raise GenerationError(result.error)
+
+
+def _asked(llm: LLM, text: str, *, allow_special: bool) -> list[int]:
+    """A question to the assistant, in the checkpoint's own layout."""
+    from paceline.text import ChatTemplate
+
+    if llm.tokenizer is None:
+        raise CheckpointError(f"{llm.path} has no tokenizer.json; a chat needs one")
+    template = ChatTemplate.for_tokenizer(llm.tokenizer)
+    prompt = template.render([{"role": "user", "content": text}])
+    return prompt.ids(llm.tokenizer, allow_special=allow_special)
 
 
 def _prompt(prompt: str | None, file: str | None, source: str | None) -> str:
@@ -113,29 +182,49 @@ def _prompt(prompt: str | None, file: str | None, source: str | None) -> str:
     return options.read_text("-" if name == "-" else Path(name))
 
 
-def _run(llm: LLM, text: str, params: SamplingParams, *, show: bool) -> GenerationResult:
-    """Generate; text goes to standard output as it comes, the summary to standard error."""
+def _run(
+    llm: LLM, prompt: str | list[int], params: SamplingParams, *, show: bool, allow_special: bool
+) -> list[GenerationResult]:
+    """Generate; text goes to standard output as it comes, the summary to standard error.
+
+    The first of several answers is shown as it comes, the others when those before are done.
+    """
     screen = _Screen()
     started = first = time.perf_counter()
     num_tokens = 0
-    result: GenerationResult | None = None
+    waiting: list[list[StreamChunk]] = [[] for _ in range(params.n)]
+    results: dict[int, GenerationResult] = {}
+    turn = 0
     try:
-        for chunk in llm.stream(text, params):
+        for chunk in llm.stream(prompt, params, allow_special=allow_special):
             if not num_tokens:
                 first = time.perf_counter()
             num_tokens += len(chunk.token_ids)
-            if show:
-                screen.write(chunk)
-            result = chunk.result or result
+            if chunk.result is not None:
+                results[chunk.sample_index] = chunk.result
+            if not show:
+                continue
+            waiting[chunk.sample_index].append(chunk)
+            while turn < params.n:
+                for one in waiting[turn]:
+                    screen.write(one)
+                waiting[turn].clear()
+                if turn not in results:
+                    break
+                turn += 1
+                if turn < params.n:
+                    screen.part()
     finally:
         # Also where Ctrl-C ends it: what was written stays, and the shell's prompt starts a line.
         if show:
             screen.end()
-    assert result is not None
     if show:
         seconds = time.perf_counter() - started
-        print(summary(num_tokens, seconds, first - started, result.speculation), file=sys.stderr)
-    return result
+        stats = SpeculationStats()
+        for result in results.values():
+            stats.add(result.speculation)
+        print(summary(num_tokens, seconds, first - started, stats), file=sys.stderr)
+    return [results[sample] for sample in sorted(results)]
 
 
 def summary(tokens: int, seconds: float, first: float, stats: SpeculationStats) -> str:
@@ -176,6 +265,12 @@ class _Screen:
             self._at_line_start = text.endswith("\n")
             sys.stdout.write(shown)
         sys.stdout.flush()
+
+    def part(self) -> None:
+        """End one answer; another follows."""
+        self.end()
+        self._at_line_start = True
+        sys.stdout.write("---\n")
 
     def end(self) -> None:
         if not self._at_line_start:

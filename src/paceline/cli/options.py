@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from paceline.llm import LLM
 
 __all__ = [
+    "Acceptance",
     "Backend",
     "Device",
     "Drafter",
@@ -49,6 +50,13 @@ Drafter = Annotated[
         show_default="mtp where there is a head",
     ),
 ]
+Acceptance = Annotated[
+    str,
+    typer.Option(
+        help="At a temperature: invariant (drafts change no token), rejection or block (they do, "
+        "and more are accepted)."
+    ),
+]
 NumThreads = Annotated[
     int | None, typer.Option(help="CPU threads.", show_default="the libraries' choice")
 ]
@@ -65,6 +73,7 @@ def load(
     num_threads: int | None,
     max_num_seqs: int = 1,
     drafter: str | None = None,
+    acceptance: str = "invariant",
     prefix_cache: bool = True,
 ) -> LLM:
     """Load a model, with a progress bar on standard error where that is a terminal."""
@@ -73,6 +82,7 @@ def load(
 
         chosen: Any = backend
         named: Any = drafter
+        rule: Any = acceptance
         return LLM(
             model,
             num_drafts=num_drafts,
@@ -82,6 +92,7 @@ def load(
             dtype=dtype,
             backend=chosen,
             drafter=named,
+            acceptance=rule,
             prefix_cache=prefix_cache,
             num_threads=num_threads,
             progress=progress,

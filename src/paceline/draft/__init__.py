@@ -20,7 +20,9 @@ from paceline.draft.doubles import (
     WrappingProposer,
 )
 from paceline.draft.ngram import NgramProposer, NgramState
-from paceline.draft.proposer import DraftBinding, DraftProposer, DraftRunner
+from paceline.draft.planned import PlannedDraftRunner
+from paceline.draft.proposer import DraftBinding, DraftProposer, DraftRunner, DraftShape
+from paceline.draft.prune import prune_drafts
 
 __all__ = [
     "AntiProposer",
@@ -37,15 +39,18 @@ __all__ = [
     "DraftBinding",
     "DraftProposer",
     "DraftRunner",
+    "DraftShape",
     "FixedLawProposer",
     "NgramProposer",
     "NgramState",
     "NullProposer",
     "OracleProposer",
+    "PlannedDraftRunner",
     "PoisonProposer",
     "RandomProposer",
     "ScriptedProposer",
     "SharedBuffersProposer",
     "WrappingProposer",
     "check_proposer",
+    "prune_drafts",
 ]

@@ -150,6 +150,16 @@ class DraftScorer:
         """Id of one column."""
         return column if self._ids is None else self._ids[column]
 
+    def spread(
+        self, scores: npt.NDArray[np.float32], *, vocab_size: int
+    ) -> npt.NDArray[np.float32]:
+        """One row's scores [width] by id, [vocab_size]; -inf for ids that are not scored."""
+        if self.width == vocab_size:
+            return scores
+        row = np.full(vocab_size, -np.inf, np.float32)
+        row[slice(self.width) if self._ids is None else self._ids] = scores
+        return row
+
     def forbid(self, logits: torch.Tensor, bitmask: torch.Tensor) -> None:
         """Make what a grammar's bitmask does not allow -inf in a row of logits [width]."""
         words = bitmask.to(logits.device, non_blocking=True).flatten()
@@ -189,7 +199,7 @@ class DraftChain:
         pending: [slots, most pairs of a sequence, hc_mult, hidden] streams of pairs to catch up.
         floor: [slots + 1] int64, lowest key a row of a slot may read, whatever the host believes.
         min_log_prob: a draft less likely than this ends its chain.
-        measure: compute log-probabilities; without, they are 0 or -inf.
+        measure: compute log-probabilities; without, they stay 0.
 
     Attributes:
         hiddens: [slots, hc_mult, hidden], to be filled with the target's streams.
@@ -339,9 +349,7 @@ class DraftChain:
             if self._measure:
                 log_probs = log_prob_of_best(logits, best)
                 goes_on &= log_probs >= self._min_log_prob
-                v.log_probs[:, n] = torch.where(live, log_probs, -math.inf)
-            else:
-                v.log_probs[:, n] = torch.where(goes_on, 0.0, -math.inf)
+                v.log_probs[:, n] = log_probs
             chosen = scorer.ids_of(columns)
             v.tokens[:, n] = torch.where(goes_on, chosen, -1)
             # The block may use its output's memory again in its next call.

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from paceline.cache.drafter import DrafterRing
@@ -21,6 +22,7 @@ from paceline.draft.chain import Columns, DraftChain, DraftScorer, log_prob_of_b
 from paceline.draft.proposer import DraftBinding, DraftProposer, DraftRunner, DraftShape
 from paceline.models.step import ChainingMtpBlock, MtpBlock, MtpInputs
 from paceline.ops.dense import DenseWeight
+from paceline.sampling.request import NON_FINITE, NOTHING_ALLOWED
 from paceline.types import (
     MAX_NUM_DRAFTS,
     ConfigError,
@@ -32,6 +34,9 @@ from paceline.types import (
 )
 
 __all__ = ["DeepseekV4MtpHead", "DeepseekV4MtpState"]
+
+Law = npt.NDArray[np.float64] | None
+"""What a draft was drawn from, by id, as `Draft.laws` has it."""
 
 _FREED = -1
 _LEEWAY = 1e-3
@@ -57,18 +62,18 @@ class DeepseekV4MtpState:
         last_num_drafted: drafts of the last propose, 0 once their verdict is known.
         last_log_probs: log-probabilities of the last drafts, or None where not measured.
         unread: a chain ran of which the host has not learned whether its first row was finite.
-        device_row: row of the head's outputs the last drafts lie in, or None.
+        on_device: (number of the chain, row, drafts) where the last drafts were left, or None.
     """
 
     __slots__ = (
         "budget_tokens",
-        "device_row",
         "exact_through",
         "first_key",
         "high_key",
         "last_key",
         "last_log_probs",
         "last_num_drafted",
+        "on_device",
         "pending",
         "ring_rows",
         "slot",
@@ -87,7 +92,7 @@ class DeepseekV4MtpState:
         self.last_num_drafted = 0
         self.last_log_probs: list[float] | None = None
         self.unread = False
-        self.device_row: int | None = None
+        self.on_device: tuple[int, int, int] | None = None
 
     def start_at(self, key: int) -> None:
         """Hold nothing, and take `key` next."""
@@ -211,6 +216,7 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         self._nonfinite = 0
         self._nonfinite_there = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._any_there = False
+        self._num_chains = 0
         self._deferred: torch.Tensor | None = None
         self._carried: dict[int, _Carried] = {}
         self._handles = itertools.count()
@@ -368,8 +374,8 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
 
         With `draft_embed_target` ids stay on the device, all that were asked for and -1 from where
         the chain ended, and the first draft's embedding is written to the target: that of id 0
-        where there is no first draft, nothing where none was wanted. `target_hidden_stack` is not
-        used.
+        where there is no first draft, nothing where none was wanted. With `sampler` its picks are
+        drafted instead of the best ids, and always given. `target_hidden_stack` is not used.
 
         Raises:
             ValueError: the request does not fit the head or the state; nothing was touched.
@@ -397,14 +403,14 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
 
         Waits for drafts that were left on the device, until the next propose of any sequence.
         """
-        if state.device_row is not None and self._confidence and self._deferred is not None:
-            chain, row = self._chain_program, state.device_row
-            assert chain is not None
-            count = max(state.last_num_drafted, 1)
-            ids, log_probs = chain.tokens[row, :count].tolist(), chain.log_probs[row].tolist()
-            drafted = ids.index(-1) if -1 in ids else count
-            state.last_log_probs = log_probs[:drafted]
-            state.device_row = None
+        if self._confidence and state.on_device is not None:
+            number, row, count = state.on_device
+            state.on_device = None
+            if number == self._num_chains:
+                chain = self._program()
+                ids = chain.tokens[row, :count].tolist()
+                drafted = ids.index(-1) if -1 in ids else count
+                state.last_log_probs = chain.log_probs[row, :drafted].tolist()
         return math.exp(min(state.last_log_probs)) if state.last_log_probs else None
 
     # Batching
@@ -423,7 +429,7 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         return self._draft(requests, states)
 
     def propose_batch_max(self) -> int:
-        """Return the number of slots."""
+        """Return the number of slots, which every buffer is laid out for."""
         return self._num_slots
 
     # Context
@@ -440,6 +446,7 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
 
         That propose has key P - 1 for a prompt of P tokens and reads keys P - 128 on.
         """
+        self._check_held(state)
         self._check_hiddens(hiddens, None)
         last_pair = len(prompt_tokens) - 2
         stop = min(first_position + hiddens.shape[0] - 1, last_pair) + 1
@@ -458,6 +465,7 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         state: DeepseekV4MtpState,
     ) -> int:
         """Write the pairs of a stretch decoded without drafts; at most a window of them."""
+        self._check_held(state)
         held = self.drafter_rows(state)
         if row_base != held:
             raise ValueError(f"row_base is {row_base}; the append point is {held}")
@@ -477,9 +485,12 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         """Take over the pairs of accepted drafts; they are written before anything reads them.
 
         Raises:
-            ValueError: tokens and streams do not pair up; nothing was taken then.
+            ValueError: tokens and streams do not pair up, a state was freed, or two are one;
+                nothing was taken then.
         """
-        for some, streams, position in zip(tokens, hiddens, first_pos, strict=True):
+        self._check_distinct(states)
+        for some, streams, position, state in zip(tokens, hiddens, first_pos, states, strict=True):
+            self._check_held(state)
             self._check_pairs(some, streams, position)
         total = 0
         for some, streams, position, state in zip(tokens, hiddens, first_pos, states, strict=True):
@@ -543,7 +554,7 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
             return False
         if state.last_key >= state.first_key or state.last_num_drafted:
             return False
-        if kv.rows > state.ring_rows or last >= state.budget_tokens:
+        if last >= state.budget_tokens:
             return False
         self._empty(state)
         first = last - kv.rows + 1
@@ -593,10 +604,10 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
 
     def _copy_out(self, state: DeepseekV4MtpState, last: int, most: int) -> DrafterKv | None:
         self._learn(state)
+        self._settle((state,))
         first = max(state.first_key, last - most + 1)
         if last < first:
             return None
-        self._settle((state,))
         return self._carry(self.ring.rows[state.slot, self._places(first, last)], last)
 
     # Capture
@@ -627,7 +638,7 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         if state.unread:
             self._floor[state.slot].fill_(0)
         state.unread = False
-        state.device_row = None
+        state.on_device = None
         state.last_num_drafted = 0
         state.last_log_probs = None
         state.start_at(0)
@@ -742,6 +753,14 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
             first_keys=first_keys,
         )
 
+    def _check_held(self, state: DeepseekV4MtpState) -> None:
+        if state.slot == _FREED:
+            raise ValueError("the state was freed; allowed is one that was not freed")
+
+    def _check_distinct(self, states: Sequence[DeepseekV4MtpState]) -> None:
+        if len({id(state) for state in states}) != len(states):
+            raise ValueError("two sequences have the same state; allowed is one state for each")
+
     def _check_hiddens(self, hiddens: torch.Tensor, count: int | None) -> None:
         shape = tuple(hiddens.shape)
         if shape[1:] != self._streams_shape or (count is not None and shape[0] != count):
@@ -764,15 +783,12 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         self, requests: Sequence[DraftRequest], states: Sequence[DeepseekV4MtpState]
     ) -> list[int]:
         """How many drafts each request gets; raises before anything is touched."""
-        if len({id(state) for state in states}) != len(states):
-            raise ValueError("two requests have the same state; allowed is one state for each")
+        self._check_distinct(states)
         wanted = []
         for request, state in zip(requests, states, strict=True):
-            if request.position < 1 or state.slot == _FREED:
-                raise ValueError(
-                    f"position is {request.position} and slot {state.slot}; allowed are a position "
-                    "of at least 1 and a state that was not freed"
-                )
+            self._check_held(state)
+            if request.position < 1:
+                raise ValueError(f"position is {request.position}; allowed is at least 1")
             if not 0 <= request.last_token < self._vocab_size:
                 raise ValueError(
                     f"last_token is {request.last_token}; allowed is 0 to {self._vocab_size - 1}"
@@ -799,24 +815,23 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         wanted = self._checked(requests, states)
         tokens: list[list[int]] = [[] for _ in requests]
         log_probs: list[list[float]] | None = [[] for _ in requests] if self._confidence else None
+        laws: dict[int, list[Law]] = {
+            i: [] for i, one in enumerate(requests) if one.sampler is not None and one.draws
+        }
         left: dict[int, torch.Tensor] = {}
         for state in states:
             state.last_num_drafted = 0
             state.last_log_probs = None
-            state.device_row = None
+            state.on_device = None
         live = [i for i, count in enumerate(wanted) if count > 0]
         if live:
-            masks = {i: mask for i in live if (mask := requests[i].grammar_bitmask) is not None}
-            on_device = any(requests[i].draft_embed_target is not None for i in live)
-            if on_device or self._runner is not None or self._device.type != "cpu":
-                left = self._run_chain(requests, states, wanted, live, masks, tokens, log_probs)
-            else:
+            try:
+                left = self._draft_live(requests, states, wanted, live, tokens, log_probs, laws)
+            except BaseException:
+                # Some rows may have been written and others not: hold none rather than wrong ones.
                 for i in live:
-                    self._learn(states[i])
-                if self._chaining is not None and len(live) == 1 and not masks:
-                    self._chain_one(requests, states, wanted, live[0], tokens, log_probs)
-                else:
-                    self._step_chain(requests, states, wanted, live, masks, tokens, log_probs)
+                    states[i].start_at(requests[i].position)
+                raise
         drafts = []
         for i, (state, some) in enumerate(zip(states, tokens, strict=True)):
             if i in left:
@@ -826,8 +841,43 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
             state.last_num_drafted = len(some)
             confidence = log_probs[i] if log_probs is not None else None
             state.last_log_probs = confidence
-            drafts.append(Draft(tokens=some, confidence=confidence))
+            kept = laws[i][: len(some)] if i in laws else None
+            drafts.append(Draft(tokens=some, confidence=confidence, laws=kept))
         return drafts
+
+    def _draft_live(
+        self,
+        requests: Sequence[DraftRequest],
+        states: Sequence[DeepseekV4MtpState],
+        wanted: list[int],
+        live: list[int],
+        tokens: list[list[int]],
+        log_probs: list[list[float]] | None,
+        laws: dict[int, list[Law]],
+    ) -> dict[int, torch.Tensor]:
+        """Fill what is given for the sequences `live`; return the ids left on the device.
+
+        Sequences with a sampler are stepped by the host, which picks.
+        """
+        masks = {i: mask for i in live if (mask := requests[i].grammar_bitmask) is not None}
+        steered = [i for i in live if requests[i].sampler is not None]
+        chained = [i for i in live if requests[i].sampler is None]
+        on_device = any(requests[i].draft_embed_target is not None for i in chained)
+        left: dict[int, torch.Tensor] = {}
+        if on_device or self._runner is not None or self._device.type != "cpu":
+            if chained:
+                free = {i: mask for i, mask in masks.items() if i in chained}
+                left = self._run_chain(requests, states, wanted, chained, free, tokens, log_probs)
+            live = steered
+            if not live:
+                return left
+        for i in live:
+            self._learn(states[i])
+        if self._chaining is not None and len(live) == 1 and not masks and not steered:
+            self._chain_one(requests, states, wanted, live[0], tokens, log_probs)
+        else:
+            self._step_chain(requests, states, wanted, live, masks, tokens, log_probs, laws)
+        return left
 
     # On the device
 
@@ -861,13 +911,13 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
             [n] ids of each sequence whose ids stay there.
         """
         chain = self._program()
+        streams = [requests[i].target_hidden for i in live]
+        torch.stack(streams, out=chain.hiddens[: len(live)])
         num_pairs = self._place_chain(chain, requests, states, wanted, live)
         size = {"width": len(live), "pairs": num_pairs, "depth": max(wanted[i] for i in live)}
         pad = self._runner is not None or self._device.type != "cpu"
         shape = chain.padded(**size) if pad else DraftShape(**size)
         chain.upload(shape, width=len(live), pairs=num_pairs)
-        streams = [requests[i].target_hidden for i in live]
-        torch.stack(streams, out=chain.hiddens[: len(live)])
         if self._runner is not None and not masks and self._runner.serves(shape):
             self._runner.run_draft(shape)
             self.num_circuit_runs += 1
@@ -876,6 +926,7 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
             self.num_circuit_fallbacks += self._runner is not None
         chain.note_broken(len(live), self._nonfinite_there)
         self._any_there = True
+        self._num_chains += 1
 
         left = self._leave(chain, requests, states, wanted, live)
         if len(left) < len(live):
@@ -953,7 +1004,7 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
                 self._deferred = chain.tokens[row, 0]
             target.copy_(embeds[row])
             left[i] = chain.tokens[row, : wanted[i]]
-            states[i].device_row = row
+            states[i].on_device = (self._num_chains, row, wanted[i])
         return left
 
     # Stepped by the host
@@ -967,6 +1018,7 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         masks: dict[int, torch.Tensor],
         tokens: list[list[int]],
         log_probs: list[list[float]] | None,
+        laws: dict[int, list[Law]],
     ) -> None:
         """One forward for each draft position, over the sequences that go on."""
         if not self._fold_catchup:
@@ -979,18 +1031,22 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
             normed, streams = normed.index_select(0, at), streams.index_select(0, at)
         first = True
         while True:
-            picked, measured = self._pick(normed, live, masks if first else {})
+            picked = self._pick(
+                normed, live, masks if first else {}, requests=requests, drafted=tokens, laws=laws
+            )
             kept = []
             for row, i in enumerate(live):
-                token = picked[row]
+                token = picked.ids[row]
                 if token < 0:
-                    self._end_chain(states[i], first=first, masked=first and i in masks)
+                    masked = token == NOTHING_ALLOWED or (first and i in masks)
+                    self._end_chain(states[i], first=first, masked=masked)
                     continue
-                if measured is not None and measured[row] < self._min_log_prob:
+                # Whether a chain goes on must not depend on what was drawn, or laws would change.
+                if picked.best is not None and picked.best[row] < self._min_log_prob:
                     continue
                 tokens[i].append(token)
-                if log_probs is not None and measured is not None:
-                    log_probs[i].append(measured[row])
+                if log_probs is not None and picked.log_probs is not None:
+                    log_probs[i].append(picked.log_probs[row])
                 if len(tokens[i]) < wanted[i]:
                     kept.append(row)
             if not kept:
@@ -1099,21 +1155,70 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
             state.start_at(state.last_key + 1)
 
     def _pick(
-        self, normed: torch.Tensor, live: list[int], masks: dict[int, torch.Tensor]
-    ) -> tuple[list[int], list[float] | None]:
-        """Each row's best id, -1 where its logits are not finite, and its log-probability."""
+        self,
+        normed: torch.Tensor,
+        live: list[int],
+        masks: dict[int, torch.Tensor],
+        *,
+        requests: Sequence[DraftRequest],
+        drafted: list[list[int]],
+        laws: dict[int, list[Law]],
+    ) -> _Picked:
+        """Each row's id: the best, or what its request's sampler makes of the logits.
+
+        Args:
+            normed: [R, hidden].
+            live: [R] sequence of each row.
+            masks: bitmasks of what may come, by sequence.
+            requests: of all sequences.
+            drafted: by sequence, the drafts before its row.
+            laws: by sequence, where drafts are drawn: the laws so far; grown.
+        """
         logits = self._scorer.logits(normed)
+        steered = [row for row, i in enumerate(live) if requests[i].sampler is not None]
         for row, i in enumerate(live):
-            if i in masks:
+            if i in masks and row not in steered:
                 self._scorer.forbid(logits[row], masks[i])
-        table = logits.numpy()
+        table = logits.cpu().numpy()
         columns = table.argmax(-1)
         best = table[self._steps[: len(live)], columns]
         finite = np.isfinite(best).tolist()
         ids = [
-            self._scorer.id_of(column) if fine else -1
+            self._scorer.id_of(column) if fine else NON_FINITE
             for column, fine in zip(columns.tolist(), finite, strict=True)
         ]
+        rows = {
+            row: self._scorer.spread(table[row], vocab_size=self._vocab_size) for row in steered
+        }
+        for row, scores in rows.items():
+            i = live[row]
+            sampler = requests[i].sampler
+            assert sampler is not None
+            if i in laws:
+                ids[row], law = sampler.draw(scores, drafted=drafted[i], mask=masks.get(i))
+                laws[i].append(law)
+            else:
+                ids[row] = sampler.pick(scores, drafted=drafted[i], mask=masks.get(i))
         if not self._measure:
-            return ids, None
-        return ids, log_prob_of_best(logits, torch.from_numpy(best)).tolist()
+            return _Picked(ids, None, None)
+        measured: list[float] = log_prob_of_best(
+            logits, torch.from_numpy(best).to(logits.device)
+        ).tolist()
+        own = list(measured)
+        for row, scores in rows.items():
+            if ids[row] >= 0:
+                own[row] += float(scores[ids[row]]) - float(best[row])
+        return _Picked(ids, measured, own)
+
+
+@dataclass(frozen=True, slots=True)
+class _Picked:
+    """What rows were picked; `ids` may hold keys of `FAILURES`.
+
+    `best` are the log-probabilities of the best ids, `log_probs` those of the ids picked; None
+    where nothing is measured.
+    """
+
+    ids: list[int]
+    best: list[float] | None
+    log_probs: list[float] | None

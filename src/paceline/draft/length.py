@@ -520,8 +520,8 @@ _PROBE_SHARE = 0.01
 _MARGIN = 0.01
 """Drafts must beat their absence by so much to be kept, and by twice that to be taken up again."""
 
-_OPENING = (0, 0, 0, 0, 1, 1, 3, 3, 1)
-"""Lengths of the very first steps, before any cost is known."""
+_OPENING = (0, 0, 0, 1, 1, 3, 3, 1)
+"""Lengths of the very first steps, once one without drafts was run: no cost is known before."""
 
 _NO_CHANCE = 0.01
 """A draft less likely than this is not considered in a batch."""
@@ -553,8 +553,8 @@ class LengthController:
     sequence, with a rate shared by all sequences behind it. Seconds come from measured steps: a
     curve over the drafts verified for each number of sequences, and a draft phase linear in passes
     and drafts. The best counts may all be 0. From time to time a few steps try another length; what
-    such probes cost against the best known rate is kept under 1 % of all time, apart from the nine
-    opening steps, and a probe that changes nothing doubles the wait for the next.
+    such probes cost against the plan's rate is kept to 1 % of all time and one probe's overrun,
+    the opening steps apart, and a probe that changes nothing doubles the wait for the next.
 
     The same calls with the same figures give the same answers.
 
@@ -726,12 +726,12 @@ class LengthController:
             entries = sorted(entry for entry in entries if entry[0] < -_NO_CHANCE)
         found = (0, 0)
         best = best_tokens = 0.0
+        sum_tokens, sum_drafts = tokens, drafts
         for cap in range(1, deepest + 1):
             over = first + each_pass * max(cap, depth)
             if num == 1:
                 # The chain's own prefixes: each bound adds one draft.
                 tried = entries[cap - 1 : cap]
-                sum_tokens, sum_drafts = tokens - sum(e[0] for e in entries[: cap - 1]), cap - 1
             else:
                 tried = [entry for entry in entries if entry[1] < cap]
                 sum_tokens, sum_drafts = tokens, drafts
@@ -762,8 +762,6 @@ class LengthController:
 
     def _start_trial(self, sequences: Sequence[SequenceView]) -> bool:
         """Set up an affordable probe: more drafts than planned, half of them, or none."""
-        if not self._curve(len(sequences)).measured:
-            return False
         trial, burst = self._raised(sequences), _BURST
         if any(self._plan) and (trial == self._plan or self._num_trials % 2 == 0):
             half = self._num_trials % 4 == 2
@@ -863,9 +861,10 @@ class LengthController:
         seconds = record.rest_seconds + record.draft_seconds
         if not (record.rest_seconds > 0.0 and record.draft_seconds >= 0.0 and seconds < inf):
             return
-        if self._opens:
+        curve = self._curve(num)
+        news = curve.add(total, record.rest_seconds, step)
+        if self._opens and curve.measured:
             self._opening += 1
-        news = self._curve(num).add(total, record.rest_seconds, step)
         if news:
             self._hold = 0
             if news == _CHANGE:
@@ -884,12 +883,12 @@ class LengthController:
     def _compare(self, won: int) -> None:
         """Hold accepted drafts against the plan's; a lasting difference makes old outcomes light.
 
-        The bound is four deviations of the mean over the last ten steps or so.
+        The bound is some three and a half deviations of the mean over the last ten steps or so.
         """
         error = won - self._plan_accepts
         self._surprise += 0.1 * (error - self._surprise)
-        self._spread += 0.02 * (abs(error) - self._spread)
-        if abs(self._surprise) > 1.15 * self._spread:
+        self._spread += 0.01 * (abs(error) - self._spread)
+        if abs(self._surprise) > self._spread:
             self._surprise = 0.0
             self._hold = 0
             self._shared.lighten()

@@ -21,6 +21,9 @@ What an engine calls, in order, for one sequence:
     admission        alloc_state_for(prompt + max_tokens)
     prompt chunks    prefill_drafter(prompt, streams, first_position=..) for each chunk, or, where
                      `prefill_uses_shared_buffers`, once just before the first propose
+    a kept prefix    install_drafter_kv(share_drafter_kv(..)) after admission, and catchup_drafter
+                     for the one pair that the token behind the prefix completes
+    a block's end    snapshot_drafter_kv(.., through_key), where prefixes are kept
     each step        propose or propose_batch -> target verifies -> after_verify(num_accepted)
                      -> catchup_batch (the accepted drafts with the target's own streams)
     undrafted steps  nothing; later catchup_drafter from last_pair_key on, or a shorter context
@@ -88,8 +91,8 @@ class DraftBinding:
             `pair_rows` [C] int64, whose streams are the rows `pair_rows` of `pending`
             [C, hc_mult, hidden].
         outputs: name to buffer: `tokens` [S, D] int64, -1 from where a chain ended;
-            `log_probs` [S, D] fp32; `streams` [S, hc_mult, hidden] of the last draft's row;
-            `nonfinite` [1] int64, chains that a non-finite score ended in this run.
+            `log_probs` [S, D] fp32 where measured; `streams` [S, hc_mult, hidden] of the last
+            draft's row; `nonfinite` [1] int64, chains that a non-finite score ended in this run.
         shapes: the shapes the head asks a runner for.
         run: the program, eagerly on the first rows of the buffers; what is captured.
         make_inert: fills a shape's inputs with padding only, for a warm-up between proposes.
@@ -198,7 +201,8 @@ class ContextFeed(Generic[S]):
         for the token sampled from it and is the first row of the first propose.
 
         Args:
-            prompt_tokens: the whole prompt, in every call.
+            prompt_tokens: the whole prompt, in every call; where rows are copied for a cache of
+                prefixes, the prompt up to the end of this piece.
             hiddens: [n, hc_mult, hidden], streams of positions first_position ..
                 first_position + n - 1.
             state: the sequence's own.

@@ -17,6 +17,7 @@ import torch
 
 from paceline.cache.blocks import BLOCK_TOKENS
 from paceline.draft.proposer import ContextFeed, DraftProposer, KvHandover
+from paceline.draft.prune import prune_drafts
 from paceline.engine.sequence import BatchRow, Sequence
 from paceline.types import Draft, DrafterKv, DraftRequest
 
@@ -70,9 +71,14 @@ class Drafting:
         snapshots: copy a drafter's rows at the ends of blocks, for a cache of prefixes. A prompt's
             streams are then retained whole, since every block's end needs those before it.
         on_device: ask for drafts that stay on the device, where the proposer can leave them.
+        draws: ask for drafts drawn from their laws, since they are verified by rejection.
+        keep_ratio: share of a step's drafts that is verified, the least likely tails of the batch
+            left out, where the proposer measures them.
+        discard_below: a draft whose least probability is lower is not verified at all.
         max_failures: failures after which the proposer is switched off.
 
     Attributes:
+        num_pruned: drafts left out for being unlikely.
         snapshots: whether rows are copied: asked for, and within the proposer's means.
         proposer: whom to ask.
         prompt_hiddens: last rows of a prompt whose streams the proposer can use.
@@ -91,6 +97,9 @@ class Drafting:
         max_num_seqs: int,
         snapshots: bool = False,
         on_device: bool = False,
+        draws: bool = False,
+        keep_ratio: float = 1.0,
+        discard_below: float = 0.0,
         max_failures: int = MAX_FAILURES,
     ) -> None:
         self.proposer = proposer
@@ -100,6 +109,12 @@ class Drafting:
         self.num_catchup_rows = 0
         self._max_failures = max_failures
         self._on_device = on_device
+        self._keep_ratio = keep_ratio
+        self._discard_below = discard_below
+        # What is measured must be known on the host before the target runs.
+        self._measures = keep_ratio < 1 or discard_below > 0
+        self.num_pruned = 0
+        self._draws = draws
         self._embeds: torch.Tensor | None = None
         self._vocab_size = vocab_size
         self._max_num_seqs = max_num_seqs
@@ -148,17 +163,17 @@ class Drafting:
 
     def open(self, sequence: Sequence) -> None:
         """Give an admitted sequence its state, if it will ever draft, and its rows from before."""
-        if (
-            self.is_off
-            or sequence.id in self._states
-            or not may_draft(sequence, max(1, sequence.num_emitted))
-        ):
+        if sequence.id in self._states:
             return
-        state = self._contained(self.proposer.alloc_state_for, sequence.budget_tokens)
+        carried = self._carried.pop(sequence.id, None)
+        state = _FAILED
+        if not self.is_off and may_draft(sequence, max(1, sequence.num_emitted)):
+            state = self._contained(self.proposer.alloc_state_for, sequence.budget_tokens)
         if state is _FAILED:
+            if carried is not None:
+                self._contained(self.proposer.free_drafter_kv, carried)
             return
         self._states[sequence.id] = state
-        carried = self._carried.pop(sequence.id, None)
         if carried is not None and self._install(carried, state):
             newest = self._contained(self.proposer.last_pair_key, state)
             if isinstance(newest, int):
@@ -258,7 +273,32 @@ class Drafting:
         drafts: list[Draft] = []
         for start in range(0, len(rows), self._group):
             drafts += self._propose_group(rows[start : start + self._group])
-        return drafts
+        return self._pruned(rows, drafts) if self._measures else drafts
+
+    def _pruned(self, rows: Items[BatchRow], drafts: list[Draft]) -> list[Draft]:
+        """Cut drafts, and tails of drafts, that the proposer itself gives little."""
+        kept = [draft.num_tokens for draft in drafts]
+        if self._discard_below > 0:
+            for index, row in enumerate(rows):
+                if kept[index]:
+                    least = self._contained(
+                        self.proposer.last_confidence, self._states[row.sequence.id]
+                    )
+                    if isinstance(least, float) and least < self._discard_below:
+                        kept[index] = 0
+        if self._keep_ratio < 1:
+            measured = [
+                [0.0] * count if draft.confidence is None else draft.confidence[:count]
+                for draft, count in zip(drafts, kept, strict=True)
+            ]
+            kept = prune_drafts(measured, keep_ratio=self._keep_ratio)
+        pruned: list[Draft] = []
+        for row, draft, count in zip(rows, drafts, kept, strict=True):
+            self.num_pruned += draft.num_tokens - count
+            if draft.num_tokens and not count:
+                self.drop(row.sequence)
+            pruned.append(_shortened(draft, count))
+        return pruned
 
     def _propose_group(self, rows: Items[BatchRow]) -> list[Draft]:
         proposer = self.proposer
@@ -270,17 +310,7 @@ class Drafting:
         if self.is_off:
             return [_NOTHING] * len(rows)
         states = [self._states[row.sequence.id] for row in rows]
-        requests = [
-            DraftRequest(
-                last_token=row.sequence.tokens[-1],
-                position=len(row.sequence.tokens) - 1,
-                target_hidden=self._kept_row(row.sequence, len(row.sequence.tokens) - 2),
-                num_drafts=row.max_drafts,
-                history=row.sequence.tokens,
-                draft_embed_target=self._embed_target(row.sequence) if self._on_device else None,
-            )
-            for row in rows
-        ]
+        requests = [self._request(row) for row in rows]
         answers: Any = None
         if len(rows) > 1:
             answers = self._contained(proposer.propose_batch, requests, states)
@@ -300,9 +330,25 @@ class Drafting:
             for answer, request, state in zip(answers, requests, states, strict=True)
         ]
 
+    def _request(self, row: BatchRow) -> DraftRequest:
+        sequence = row.sequence
+        # Only ids that are chosen without the host's help can stay where the host does not see.
+        stays = self._on_device and sequence.picks_largest and not self._measures
+        return DraftRequest(
+            last_token=sequence.tokens[-1],
+            position=len(sequence.tokens) - 1,
+            target_hidden=self._kept_row(sequence, len(sequence.tokens) - 2),
+            num_drafts=row.max_drafts,
+            history=sequence.tokens,
+            draft_embed_target=self._embed_target(sequence) if stays else None,
+            sampler=None if sequence.picks_largest else sequence.sampler,
+            draws=self._draws,
+        )
+
     def _propose_one(self, request: DraftRequest, state: Any) -> Any:
         draft = self._contained(self.proposer.propose, request, state)
-        if self._on_device and isinstance(draft, Draft) and not draft.num_tokens:
+        deferred = request.draft_embed_target is not None
+        if deferred and isinstance(draft, Draft) and not draft.num_tokens:
             # A proposer may have left one id where only it can read it.
             token = self._contained(self.proposer.read_deferred_draft_token)
             if isinstance(token, int):
@@ -344,7 +390,8 @@ class Drafting:
         if not good:
             self._contained(self.proposer.after_verify, 0, state)
         confidence = draft.confidence[:good] if draft.confidence else None
-        return replace(draft, tokens=tokens[:good], confidence=confidence)
+        laws = draft.laws[:good] if draft.laws else None
+        return replace(draft, tokens=tokens[:good], confidence=confidence, laws=laws)
 
     def drop(self, sequence: Sequence) -> None:
         """Take back a draft that no verdict will follow."""
@@ -459,9 +506,12 @@ class Drafting:
         oldest = max(self._kept_from[slot], position - self._ring)
         first = oldest if newest is None else max(oldest, newest + 1)
         if first < position - 1:
-            at = [key % self._ring for key in range(first, position - 1)]
-            streams = self._kept[slot].index_select(0, torch.tensor(at, device=self._kept.device))
-            self._append(sequence, streams, first)
+            begin, end = first % self._ring, (position - 1) % self._ring
+            ring = self._kept[slot]
+            if begin < end:
+                self._append(sequence, ring[begin:end], first)
+            else:
+                self._append(sequence, torch.cat((ring[begin:], ring[:end])), first)
 
     def _append(self, sequence: Sequence, streams: torch.Tensor, first: int) -> None:
         """Append the pairs of `streams`, which stand at positions first and on."""
@@ -557,6 +607,14 @@ class Drafting:
                 type(self.proposer).__name__,
                 self.num_failures,
             )
+
+
+def _shortened(draft: Draft, count: int) -> Draft:
+    if count == draft.num_tokens:
+        return draft
+    confidence = None if draft.confidence is None else draft.confidence[:count]
+    laws = None if draft.laws is None else draft.laws[:count]
+    return replace(draft, tokens=draft.tokens[:count], confidence=confidence, laws=laws)
 
 
 def may_draft(sequence: Sequence, emitted: int) -> bool:

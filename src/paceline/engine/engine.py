@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
 from paceline.config import ModelConfig
+from paceline.dist import RankGroup
 from paceline.draft import verify
 from paceline.draft.length import LengthController, LengthPolicy, StepRecord
 from paceline.draft.proposer import DraftProposer
@@ -22,10 +24,13 @@ from paceline.engine.alarms import Alarm, Repeats, drafting_alarms, prefix_alarm
 from paceline.engine.drafting import MAX_FAILURES, Drafting, Fed
 from paceline.engine.graphs import Capture, GraphedDraftRunner
 from paceline.engine.prefix import PrefixCache, Snapshot
+from paceline.engine.ranks import LeadingProposer, lead
 from paceline.engine.runner import RowInputs, Runner
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.sequence import Batch, Sequence
+from paceline.engine.sequence import Batch, BatchRow, Sequence, TextEnd
 from paceline.models.step import TargetModel, TargetOutput
+from paceline.sampling.logprobs import token_logprobs
+from paceline.sampling.request import Sampler
 from paceline.types import (
     MAX_NUM_DRAFTS,
     ConfigError,
@@ -34,10 +39,14 @@ from paceline.types import (
     RequestError,
     SamplingParams,
     SpeculationStats,
+    TokenLogprob,
     Verdict,
 )
 
-__all__ = ["Emission", "Engine"]
+__all__ = ["Acceptance", "Emission", "Engine"]
+
+Acceptance = Literal["invariant", "rejection", "block"]
+"""How drafts are judged at a temperature; see docs/sampling.md."""
 
 AUTO: Literal["auto"] = "auto"
 
@@ -61,6 +70,9 @@ class Emission:
         finish_reason: why the request ended with this step, or None while it goes on.
         error: what went wrong where the reason is "error".
         cached_tokens: tokens of the prompt that were taken from the cache of prefixes.
+        logprobs: one entry per id, or None where they were not asked for.
+        prompt_logprobs: one per id of the prompt, in the request's first emission, where they were
+            asked for; the first is None.
     """
 
     request_id: int
@@ -70,6 +82,8 @@ class Emission:
     finish_reason: FinishReason | None = None
     error: str | None = None
     cached_tokens: int = 0
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +93,7 @@ class _Request:
 
 
 class Engine:
-    """Decodes requests greedily, several at once, with or without drafts.
+    """Decodes requests, several at once, with or without drafts.
 
     Not for use from several threads at once.
 
@@ -87,6 +101,10 @@ class Engine:
         model: the target's forward.
         config: its shapes and end-of-sequence ids.
         proposer: where drafts come from; None decodes without.
+        acceptance: how drafts of requests with a temperature are judged. "invariant": what is
+            emitted depends on target and seed alone, as without drafts. "rejection": more drafts
+            are accepted, and the law is the target's, but ids depend on the drafts; "block" judges
+            a step's drafts together, and accepts more yet.
         num_drafts: drafts a step of a request that does not say, 0 to 8, or "auto": as many as pay,
             chosen anew for each step. None: none, or a block drafter's `block_gamma - 1`.
         lengths: who chooses where it is "auto"; None: a `LengthController`.
@@ -101,10 +119,16 @@ class Engine:
         capture: how steps are captured and replayed; None runs each as it is.
         drafts_on_device: drafts stay where the model is, and a step makes one read of it; None: on
             every device but a CPU, whose memory is the host's.
+        keep_drafts: share of a step's drafts that is verified, 0 to 1; the tails that the proposer
+            finds least likely, over the whole batch, are left out.
+        discard_drafts_below: a draft whose least probability is lower is not verified, 0 to 1.
         max_proposer_failures: failures after which the proposer is asked no more.
+        ranks: ranks that hold a part of the proposer each, this one the first; the others
+            `follow`. Not used where the proposer's `needs_comm` is false. See docs/ranks.md.
 
     Attributes:
         config: the target's shapes and end-of-sequence ids.
+        acceptance: how drafts are judged at a temperature.
         num_drafts: drafts a step of a request that does not say.
         drafting: the engine's side of the proposer contract, or None without one.
         prefix: the cache of prefixes, or None without one.
@@ -122,6 +146,7 @@ class Engine:
         config: ModelConfig,
         *,
         proposer: DraftProposer[Any] | None = None,
+        acceptance: Acceptance = "invariant",
         num_drafts: int | Literal["auto"] | None = None,
         lengths: LengthPolicy | None = None,
         max_seq_len: int,
@@ -133,9 +158,17 @@ class Engine:
         dtype: torch.dtype = torch.float32,
         capture: Capture | None = None,
         drafts_on_device: bool | None = None,
+        keep_drafts: float = 1.0,
+        discard_drafts_below: float = 0.0,
         max_proposer_failures: int = MAX_FAILURES,
+        ranks: RankGroup | None = None,
     ) -> None:
         num_drafts = _num_drafts(num_drafts, proposer)
+        if acceptance not in get_args(Acceptance):
+            raise ConfigError(
+                f"acceptance is {acceptance!r}; allowed are "
+                f"{', '.join(map(repr, get_args(Acceptance)))}"
+            )
         if max_proposer_failures < 1:
             raise ConfigError(
                 f"max_proposer_failures is {max_proposer_failures}; allowed is at least 1"
@@ -148,12 +181,27 @@ class Engine:
         if num_drafts and proposer is None:
             raise ConfigError(f"num_drafts is {num_drafts}, but there is no proposer to draft")
         self.config = config
+        for name, share in (
+            ("keep_drafts", keep_drafts),
+            ("discard_drafts_below", discard_drafts_below),
+        ):
+            if not 0 <= share <= 1:
+                raise ConfigError(f"{name} is {share}; allowed is 0 to 1")
+        if acceptance != "invariant" and (keep_drafts < 1 or discard_drafts_below > 0):
+            raise ConfigError(
+                f"acceptance is {acceptance!r} with keep_drafts {keep_drafts} and "
+                f"discard_drafts_below {discard_drafts_below}; allowed are 1 and 0, since the law "
+                "would change if drafts were left out by what was drawn"
+            )
+        self.acceptance: Acceptance = acceptance
         self.num_drafts: int | Literal["auto"] = num_drafts
         place = torch.device("cpu") if device is None else device
         self._on_device = place.type != "cpu" if drafts_on_device is None else drafts_on_device
         gamma = None if proposer is None else proposer.block_gamma
         self._block_drafts = None if gamma is None else gamma - 1
         self.drafting: Drafting | None = None
+        if proposer is not None and ranks is not None:
+            proposer = lead(proposer, ranks)
         if proposer is not None:
             self.drafting = Drafting(
                 proposer,
@@ -161,6 +209,9 @@ class Engine:
                 max_seq_len=max_seq_len,
                 max_num_seqs=max_num_seqs,
                 on_device=self._on_device,
+                draws=acceptance != "invariant",
+                keep_ratio=keep_drafts,
+                discard_below=discard_drafts_below,
                 snapshots=prefix_cache_bytes > 0,
                 max_failures=max_proposer_failures,
             )
@@ -197,6 +248,7 @@ class Engine:
                 drafting=self.drafting,
             )
         self._requests: dict[int, _Request] = {}
+        self._held: dict[int, list[Sequence]] = {}
         self._next_id = 0
         self.num_preemptions = 0
         self.speculation = SpeculationStats()
@@ -243,16 +295,32 @@ class Engine:
         """Whether a request is queued or running."""
         return self._scheduler.has_work
 
-    def add(self, prompt_ids: Iterable[int], params: SamplingParams) -> int:
+    def add(
+        self,
+        prompt_ids: Iterable[int],
+        params: SamplingParams,
+        *,
+        sample: int = 0,
+        after: int | None = None,
+        text_end: TextEnd | None = None,
+        bad_word_ids: Iterable[Items[int]] = (),
+    ) -> int:
         """Queue a request and return its number.
 
         Args:
             prompt_ids: 1 to `max_seq_len` - 1 ids of the vocabulary; copied.
-            params: how it is decoded.
+            params: how it is decoded; one request is one answer, so that `n` is the caller's to
+                repeat.
+            sample: which of several answers it is; each has noise of its own under one seed.
+            after: a request of the same prompt that is to have read it first, so that its blocks
+                are there to be shared.
+            text_end: who ends the request by its text; needed where `params.stop` is given.
+            bad_word_ids: `params.bad_words` as ids, every spelling of each.
 
         Raises:
-            RequestError: the prompt is empty, too long or holds what is no id, a stop id is none,
-                or drafts are asked of an engine without a proposer. Others are not touched.
+            RequestError: the prompt is empty, too long or holds what is no id, another id is none,
+                the parameters leave no token to emit, drafts are asked of an engine without a
+                proposer, or texts are given that nobody turned into ids. Others are not touched.
         """
         tokens = list(prompt_ids)
         limit, vocab = self.max_seq_len, self.config.vocab_size
@@ -263,6 +331,13 @@ class Engine:
                 f"the prompt has {len(tokens)} tokens; allowed are 1 to {limit - 1}, which leaves "
                 f"room for one more under the context limit of {limit}"
             )
+        words = [tuple(word) for word in bad_word_ids]
+        for given, done in (("stop", text_end is not None), ("bad_words", bool(words))):
+            if getattr(params, given) and not done:
+                raise RequestError(
+                    f"{given} is {getattr(params, given)!r}, but there is no tokenizer to read it "
+                    "with; allowed is None"
+                )
         for name, ids in (("the prompt", tokens), ("stop_token_ids", params.stop_token_ids)):
             for token in ids:
                 if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
@@ -279,17 +354,32 @@ class Engine:
                 f"num_drafts is {params.num_drafts}, but this engine has no proposer; allowed is 0"
             )
         ends = () if params.ignore_eos else self.config.eos_token_ids
+        stop_ids = frozenset(ends) | frozenset(params.stop_token_ids)
         sequence = Sequence(
             id=self._next_id,
             tokens=tokens,
             prompt_len=len(tokens),
             params=params,
             max_emitted=min(params.max_tokens, limit - len(tokens)),
-            stop_ids=frozenset(ends) | frozenset(params.stop_token_ids),
+            stop_ids=stop_ids,
             max_drafts=params.num_drafts if isinstance(params.num_drafts, int) else MAX_NUM_DRAFTS,
             adapts=params.num_drafts == AUTO,
+            sampler=Sampler(
+                params,
+                vocab_size=vocab,
+                prompt_ids=tokens,
+                stop_ids=stop_ids,
+                bad_word_ids=words,
+                sample=sample,
+            ),
+            text_end=text_end,
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
-        self._scheduler.add(sequence)
+        self._scheduler.check(sequence)
+        if after in self._requests and not self._requests[after].sequence.num_emitted:
+            self._held.setdefault(after, []).append(sequence)
+        else:
+            self._scheduler.add(sequence)
         self._next_id += 1
         self._requests[sequence.id] = _Request(sequence)
         self._repeats.begun(tokens)
@@ -331,6 +421,11 @@ class Engine:
         """Cache blocks nobody holds."""
         return self._scheduler.allocator.num_free
 
+    def close(self) -> None:
+        """Let the other ranks of the proposer go; a second call does nothing."""
+        if self.drafting is not None and isinstance(self.drafting.proposer, LeadingProposer):
+            self.drafting.proposer.close()
+
     def alarms(self) -> list[Alarm]:
         """Signs in the counts so far that drafts or kept prefixes do not do what they should.
 
@@ -367,7 +462,7 @@ class Engine:
         except BaseException:
             self._drop(batch, drafts)
             raise
-        verdicts = self._verify(batch, drafts, output.logits)
+        verdicts = self._verify(batch, drafts, rows, output.logits)
         emissions = self._commit(batch, drafts, verdicts, rows, output)
         if batch.adapts:
             seconds = perf_counter() - start
@@ -386,9 +481,10 @@ class Engine:
                 self.drafting.suspend(sequence)
             for admission in batch.admitted:
                 self.drafting.open(admission.sequence)
-        if self.prefix is not None and batch.admitted:
+        if self.prefix is not None:
             for admission in batch.admitted:
                 self.prefix.admit(admission)
+            # What was evicted may have had rows, also where nobody came.
             self.prefix.settle()
 
     # Draft
@@ -430,6 +526,7 @@ class Engine:
                     device_ids=draft.device_tokens,
                     num_logits=1 + count if row.emits else 0,
                     num_hiddens=max(row.num_fed, kept),
+                    num_more_logits=_more_logits(row),
                 )
             )
         return rows
@@ -437,38 +534,65 @@ class Engine:
     # Verify
 
     def _verify(
-        self, batch: Batch, drafts: list[Draft], logits: torch.Tensor
+        self, batch: Batch, drafts: list[Draft], rows: list[RowInputs], logits: torch.Tensor
     ) -> list[Verdict | None]:
         """A verdict per row that emits, None for the others.
 
-        Drafts that stayed on the device come with the verdicts and are put into `drafts`.
+        Requests whose tokens are the largest logits are judged together, on the device where the
+        drafts are there; others by the engine's rule. Drafts that stayed on the device come with
+        the verdicts and are put into `drafts`.
         """
-        edited = False
-        offsets: list[int] = [0]
-        asked: list[list[int]] = []
-        for row, draft in zip(batch.rows, drafts, strict=True):
-            if not row.emits:
-                continue
-            sequence, start = row.sequence, offsets[-1]
-            early = sequence.params.min_tokens - sequence.num_emitted
-            if early > 0 and sequence.stop_ids:
-                # The lowest finite number: not an infinity, which would look like a failed row.
-                lowest = torch.finfo(logits.dtype).min
-                last = start + min(early, 1 + draft.num_tokens)
-                logits[start:last, list(sequence.stop_ids)] = lowest
-                edited = True
-            asked.append(draft.tokens)
-            offsets.append(start + 1 + draft.num_tokens)
-        if not asked:
-            return [None] * len(drafts)
-        if self._on_device:
-            judged = self._runner.read_verdicts(edited=edited)
-            for index, one in enumerate(judged):
-                if one is not None and drafts[index].device_tokens is not None:
-                    drafts[index] = replace(drafts[index], tokens=one.drafts, device_tokens=None)
-            return [None if one is None else one.verdict for one in judged]
-        verdicts: Iterator[Verdict] = iter(verify.greedy(logits, asked, offsets=offsets[:-1]))
-        return [next(verdicts) if row.emits else None for row in batch.rows]
+        verdicts: list[Verdict | None] = [None] * len(drafts)
+        starts = _first_logits(rows)
+        plain: list[int] = []
+        ruled: list[int] = []
+        for index, row in enumerate(batch.rows):
+            if row.emits:
+                (plain if row.sequence.picks_largest else ruled).append(index)
+        if self._on_device and (plain or ruled):
+            for index, one in enumerate(self._runner.read_verdicts()):
+                if one is not None:
+                    verdicts[index] = one.verdict
+                    if drafts[index].device_tokens is not None:
+                        drafts[index] = replace(
+                            drafts[index], tokens=one.drafts, device_tokens=None
+                        )
+        elif plain:
+            found = verify.greedy(
+                logits, [drafts[i].tokens for i in plain], offsets=[starts[i] for i in plain]
+            )
+            for index, verdict in zip(plain, found, strict=True):
+                verdicts[index] = verdict
+        if ruled:
+            found = self._judge(
+                logits,
+                [drafts[i] for i in ruled],
+                [_sampler(batch.rows[i].sequence) for i in ruled],
+                [starts[i] for i in ruled],
+            )
+            for index, verdict in zip(ruled, found, strict=True):
+                verdicts[index] = verdict
+        return verdicts
+
+    def _judge(
+        self,
+        logits: torch.Tensor,
+        drafts: list[Draft],
+        samplers: list[Sampler],
+        offsets: list[int],
+    ) -> list[Verdict]:
+        """The verdicts of the engine's rule."""
+        tokens = [draft.tokens for draft in drafts]
+        if self.acceptance == "invariant":
+            return verify.invariant(logits, tokens, samplers, offsets=offsets)
+        return verify.rejection(
+            logits,
+            tokens,
+            samplers,
+            laws=[draft.laws or [None] * len(draft.tokens) for draft in drafts],
+            offsets=offsets,
+            block=self.acceptance == "block",
+        )
 
     # Commit
 
@@ -490,8 +614,13 @@ class Engine:
         ending: list[Sequence] = []
         kept: list[tuple[Sequence, Snapshot, Fed | None]] = []
         end = 0
-        for row, proposed, verdict, given in zip(batch.rows, drafts, verdicts, rows, strict=True):
+        starts = _first_logits(rows)
+        for row, proposed, verdict, given, start in zip(
+            batch.rows, drafts, verdicts, rows, starts, strict=True
+        ):
             sequence, draft = row.sequence, proposed.tokens
+            if given.num_more_logits:
+                _note_prompt(row, output.logits[start - given.num_more_logits :])
             end += given.num_hiddens
             accepted, ends = 0, False
             if verdict is not None:
@@ -506,6 +635,7 @@ class Engine:
                     sequence,
                     draft[:accepted],
                     verdict,
+                    output.logits[start : start + given.num_logits],
                     num_drafted=_drafted(draft),
                     source=proposed.source,
                 )
@@ -546,12 +676,17 @@ class Engine:
         sequence: Sequence,
         accepted: list[int],
         verdict: Verdict,
+        logits: torch.Tensor,
         *,
         num_drafted: int,
         source: str | None,
     ) -> Emission:
-        """Append what the verdict gives, up to the token that ends the sequence."""
+        """Append what the verdict gives, up to the token that ends the sequence.
+
+        An id or a text that ends it is looked for before its length.
+        """
         stats = self._requests[sequence.id].stats
+        first = sequence.num_emitted == 0
         if sequence.num_emitted:
             if num_drafted and source is None and self.drafting is not None:
                 source = self.drafting.name
@@ -574,7 +709,19 @@ class Engine:
             if len(taken) == room:
                 reason = FinishReason.LENGTH
                 break
+        if sequence.text_end is not None and taken:
+            spared = sequence.params.min_tokens - sequence.num_emitted
+            kept = sequence.text_end.scan(taken, num_unstoppable=max(0, spared))
+            if kept is not None:
+                taken, reason = taken[:kept], FinishReason.STOP
         sequence.tokens.extend(taken)
+        _sampler(sequence).commit(taken)
+        logprobs = None
+        if sequence.params.logprobs is not None:
+            logprobs = token_logprobs(logits, taken, top=sequence.params.logprobs)
+        if first:
+            for one in self._held.pop(sequence.id, ()):
+                self._scheduler.add(one)
         if reason is not None and reason is not FinishReason.ERROR:
             self._repeats.ended(sequence.tokens)
         return Emission(
@@ -585,10 +732,18 @@ class Engine:
             finish_reason=reason,
             error=verdict.error if reason is FinishReason.ERROR else None,
             cached_tokens=sequence.num_cached or 0,
+            logprobs=logprobs,
+            prompt_logprobs=sequence.prompt_logprobs if first else None,
         )
 
     def _close(self, sequence: Sequence) -> None:
         del self._requests[sequence.id]
+        for one in self._held.pop(sequence.id, ()):
+            self._scheduler.add(one)
+        for waiting in self._held.values():
+            if sequence in waiting:
+                waiting.remove(sequence)
+                return
         if self.drafting is not None:
             self.drafting.close(sequence)
         if self.prefix is not None:
@@ -637,6 +792,43 @@ def _record(
         rest_seconds=seconds - draft_seconds,
         prompt_rows=prompt_rows,
     )
+
+
+def _sampler(sequence: Sequence) -> Sampler:
+    assert sequence.sampler is not None, f"sequence {sequence.id} has no sampler"
+    return sequence.sampler
+
+
+def _more_logits(row: BatchRow) -> int:
+    """Rows of the prompt whose next ids' log-probabilities are wanted, the last row left out."""
+    if not row.sequence.needs_prompt_rows:
+        return 0
+    return row.width - 1 if row.emits else row.width
+
+
+def _first_logits(rows: list[RowInputs]) -> list[int]:
+    """Per row, where its verdict's logits begin; those wanted for other purposes are before."""
+    starts, end = [], 0
+    for row in rows:
+        starts.append(end + row.num_more_logits)
+        end += row.num_more_logits + row.num_logits
+    return starts
+
+
+def _note_prompt(row: BatchRow, logits: torch.Tensor) -> None:
+    """Append the log-probabilities of the prompt's ids that follow a row's positions.
+
+    Args:
+        row: of the prompt.
+        logits: [L, vocab], its positions' from the first on.
+    """
+    sequence, params = row.sequence, row.sequence.params
+    listed = sequence.prompt_logprobs
+    assert listed is not None and params.prompt_logprobs is not None
+    # A request that was pre-empted reads anew what it has listed before.
+    first, end = len(listed), min(row.first + row.width + 1, sequence.prompt_len)
+    ids = sequence.tokens[first:end]
+    listed += token_logprobs(logits[first - 1 - row.first :], ids, top=params.prompt_logprobs)
 
 
 def _drafted(draft: list[int]) -> int:

@@ -96,8 +96,10 @@ class PrefixCache:
 
         At least one token is left to read. Where the sequence will draft and the drafter's rows
         were not kept, one block is read anew, which rebuilds the drafter's window from the
-        target's own streams.
+        target's own streams. Nothing is found for one whose prompt has to run.
         """
+        if sequence.needs_prompt_rows:
+            return None
         path = self.tree.path(sequence.tokens, limit=len(sequence.tokens) - 1)
         whole = [node for node in path if node.payload is not None]
         if not whole:
@@ -147,8 +149,8 @@ class PrefixCache:
 
     def streams_wanted(self, row: BatchRow, num_rows: int) -> int:
         """Say of how many of a row's last positions the streams are needed, drafts included."""
-        end = (row.first // BLOCK_TOKENS + 1) * BLOCK_TOKENS
-        return max(0, row.first + num_rows - end + 1)
+        before = row.first % BLOCK_TOKENS
+        return max(0, before + num_rows - BLOCK_TOKENS + 1)
 
     def ends(self, row: BatchRow) -> list[int]:
         """Block ends that a committed row passed and that are worth keeping.
@@ -157,7 +159,7 @@ class PrefixCache:
         """
         sequence = row.sequence
         stop = min(sequence.handle.length, len(sequence.tokens))
-        first = (row.first // BLOCK_TOKENS + 1) * BLOCK_TOKENS
+        first = row.first // BLOCK_TOKENS * BLOCK_TOKENS + BLOCK_TOKENS
         if first > stop:
             return []
         return [end for end in range(first, stop + 1, BLOCK_TOKENS) if self._lacks(sequence, end)]

@@ -47,6 +47,8 @@ class RowInputs:
         device_ids: [n] int64, tokens that follow `ids`, on the device; -1 or an id beyond the
             vocabulary is run as another and never accepted. None: there are none.
         device_log_probs: [n] fp32, what `Runner.read_verdicts` is to say of them, or None.
+        num_more_logits: of how many rows before those of `num_logits` the logits are wanted too,
+            for other purposes than a verdict.
     """
 
     cache: SequenceCache
@@ -55,6 +57,7 @@ class RowInputs:
     num_hiddens: int
     device_ids: torch.Tensor | None = None
     device_log_probs: torch.Tensor | None = None
+    num_more_logits: int = 0
 
 
 @dataclass(slots=True)
@@ -523,9 +526,9 @@ class Runner:
 
             end = len(lists.ids)
             if given.num_logits:
-                lists.firsts.append(len(lists.logits_rows))
+                lists.firsts.append(len(lists.logits_rows) + given.num_more_logits)
                 lists.counts.append(given.num_logits - 1)
-            lists.logits_rows += range(end - given.num_logits, end)
+            lists.logits_rows += range(end - given.num_logits - given.num_more_logits, end)
             lists.hidden_rows += range(end - given.num_hiddens, end)
             widest = max(widest, width)
             longest = max(longest, last)

@@ -123,8 +123,8 @@ class Scheduler:
         """Whether every slot is free, and free once."""
         return sorted(self._free_slots) == list(range(self.max_num_seqs))
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence.
+    def check(self, sequence: Sequence) -> None:
+        """Refuse a sequence that could never be admitted.
 
         Raises:
             RequestError: it could never be admitted.
@@ -141,6 +141,14 @@ class Scheduler:
                 f"{BLOCK_TOKENS}; the pool has {self.allocator.num_blocks}: ask for fewer "
                 "max_tokens, or give the engine more blocks"
             )
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence.
+
+        Raises:
+            RequestError: it could never be admitted.
+        """
+        self.check(sequence)
         self._waiting.append(sequence)
 
     def schedule(self) -> Batch:

@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 from paceline.cache.state import SequenceCache
-from paceline.types import BlockId, SamplingParams
+from paceline.types import BlockId, SamplingParams, TokenLogprob
 
-__all__ = ["Admission", "Batch", "BatchRow", "PrefixHit", "Sequence"]
+if TYPE_CHECKING:
+    from paceline.sampling.request import Sampler
+
+__all__ = ["Admission", "Batch", "BatchRow", "PrefixHit", "Sequence", "TextEnd"]
+
+
+class TextEnd(Protocol):
+    """Reads what a request says and knows when its text has ended, by a stop string say."""
+
+    def scan(self, token_ids: Items[int], *, num_unstoppable: int) -> int | None:
+        """Take the tokens that come next; called once for each step that emits some.
+
+        Args:
+            token_ids: what the step would emit.
+            num_unstoppable: leading ones that may not end the text.
+
+        Returns:
+            How many are kept where the text ends among them, at least 1, or None: it goes on.
+        """
+        ...
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -28,6 +49,10 @@ class Sequence:
         cache: its rows in the pools from admission to its end, else None.
         num_cached: tokens of the prompt that a cache of prefixes had when it was first admitted;
             None before.
+        sampler: what picks its tokens; kept through pre-emption, since it holds the history.
+        text_end: who ends it by its text, or None.
+        prompt_logprobs: those of the prompt's ids that were computed so far, or None where nobody
+            wants them.
     """
 
     id: int
@@ -40,6 +65,9 @@ class Sequence:
     adapts: bool = False
     cache: SequenceCache | None = None
     num_cached: int | None = None
+    sampler: Sampler | None = None
+    text_end: TextEnd | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
     @property
     def num_emitted(self) -> int:
@@ -50,6 +78,16 @@ class Sequence:
     def budget_tokens(self) -> int:
         """Most tokens it can ever hold, prompt included."""
         return self.prompt_len + self.max_emitted
+
+    @property
+    def needs_prompt_rows(self) -> bool:
+        """Whether rows of the prompt have to run although their caches may be kept somewhere."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_len
+
+    @property
+    def picks_largest(self) -> bool:
+        """Whether this and every later token is the model's largest logit."""
+        return self.sampler is None or self.sampler.is_argmax
 
     @property
     def handle(self) -> SequenceCache:

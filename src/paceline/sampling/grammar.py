@@ -1,0 +1,513 @@
+"""Structured output: what a request may say next, walked token by token with a way back.
+
+A `GrammarSpec` says what is wanted, `grammar_compiler` makes a `Grammar` of it once, and every
+sequence walks a `GrammarCursor` of its own. Which ids are allowed is a pure function of the ids
+walked, so a row's mask is the same whether its ids were drafted or emitted, and whatever was
+drafted and taken back before. The libraries behind it are in `grammar_llguidance` and
+`grammar_xgrammar`; they are used through `Matcher` alone.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.types import RequestError, SamplingParams
+
+__all__ = [
+    "AfterMarker",
+    "Grammar",
+    "GrammarCursor",
+    "GrammarSpec",
+    "Kind",
+    "Library",
+    "Matcher",
+    "TokenSource",
+    "Words",
+    "walk",
+    "words_of",
+]
+
+Words: TypeAlias = npt.NDArray[np.int32]
+"""[ceil(vocab / 32)] int32: id i is bit i % 32 of word i // 32, set = allowed."""
+
+Kind = Literal["json_schema", "json_object", "regex", "grammar", "choice", "tool_calls"]
+
+MAX_MULTIPLE_OF = 100_000
+"""Largest `multipleOf` of a schema: the automaton that divides has as many states."""
+
+_KEPT_MASKS = 32
+"""Places whose masks are kept behind the newest: more than a step can verify."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """A grammar as it was asked for; equal specs share what is compiled.
+
+    Attributes:
+        kind: what `source` is.
+        source: a JSON schema, a regular expression, a grammar in Lark's or GBNF's notation, or a
+            JSON list of texts or tools; empty for any JSON object.
+    """
+
+    kind: Kind
+    source: str = ""
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> GrammarSpec | None:
+        """Return what a request's parameters ask for, or None where they ask for no grammar.
+
+        Raises:
+            RequestError: the JSON schema is no JSON, is no schema, or divides by large numbers.
+        """
+        if params.json_schema is not None:
+            return cls("json_schema", _schema(params.json_schema))
+        if params.json_object:
+            return cls("json_object")
+        if params.regex is not None:
+            return cls("regex", params.regex)
+        if params.grammar is not None:
+            return cls("grammar", params.grammar)
+        if params.choice is not None:
+            return cls("choice", json.dumps(list(params.choice)))
+        return None
+
+    @classmethod
+    def tool_calls(
+        cls, tools: Sequence[Mapping[str, Any]], *, required: bool = False
+    ) -> GrammarSpec:
+        """Return the grammar of an answer that may call tools, in DeepSeek-V4's markup.
+
+        Free text, then at most one block of calls, with which the answer ends. Arguments come in
+        the order of the schema and follow their own schemas.
+
+        Args:
+            tools: functions in OpenAI's form, at least one.
+            required: whether a block must come.
+
+        Raises:
+            RequestError: a tool is no function with a name, or its schema is no JSON.
+        """
+        functions: list[dict[str, Any]] = []
+        for number, tool in enumerate(tools):
+            function = tool.get("function") if isinstance(tool, Mapping) else None
+            name = function.get("name") if isinstance(function, Mapping) else None
+            if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
+                raise RequestError(
+                    f"tool {number} is {tool!r:.80}; allowed is a mapping with a named function"
+                )
+            if name in (known["name"] for known in functions):
+                raise RequestError(f"the tool {name!r} is given twice; allowed is once")
+            schema = function.get("parameters") or {"type": "object", "properties": {}}
+            functions.append({"name": name, "parameters": json.loads(_schema(schema))})
+        if not functions:
+            raise RequestError("no tool is given; a grammar of tool calls needs at least one")
+        return cls("tool_calls", json.dumps({"tools": functions, "required": required}))
+
+
+def _schema(given: str | Mapping[str, Any]) -> str:
+    """A schema as JSON of one spelling, its keys in the order they came in."""
+    try:
+        schema = json.loads(given) if isinstance(given, str) else given
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (ValueError, TypeError) as error:
+        raise RequestError(f"json_schema is no JSON: {error}") from None
+    except RecursionError:
+        raise RequestError(
+            "json_schema nests too deep; allowed is what JSON parsers take"
+        ) from None
+    if not isinstance(schema, Mapping):
+        raise RequestError(f"json_schema is {text:.80}; allowed is a JSON object")
+    _check_divisors(schema)
+    return text
+
+
+def _check_divisors(schema: object) -> None:
+    pending = [schema]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, Mapping):
+            divisor = part.get("multipleOf")
+            if isinstance(divisor, (int, float)) and divisor > MAX_MULTIPLE_OF:
+                raise RequestError(
+                    f"json_schema has a multipleOf of {divisor}; allowed is at most "
+                    f"{MAX_MULTIPLE_OF}"
+                )
+            pending += part.values()
+        elif isinstance(part, list):
+            pending += part
+
+
+class TokenSource(Protocol):
+    """What a grammar has to know of a tokenizer; `paceline.text.Tokenizer` is one."""
+
+    @property
+    def added_ids(self) -> frozenset[int]:
+        """Ids that stand for a marker and are never made of ordinary text."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of one token; none for special and unknown ids."""
+
+    def encode(self, text: str, *, add_bos: bool = True, allow_special: bool = False) -> list[int]:
+        """Ids of a text."""
+
+    def marker_id(self, marker: str) -> int | None:
+        """Id of an added token, or None."""
+
+
+class Matcher(Protocol):
+    """A library's automaton, standing behind the ids it took."""
+
+    @property
+    def error(self) -> str | None:
+        """Why it can go on no more, or None."""
+
+    def words(self) -> Words:
+        """Ids allowed here, in memory that nobody else has.
+
+        An end id is allowed where the text may end; all are 0 where nothing can follow.
+        """
+
+    def take(self, token: int) -> bool:
+        """Walk over an id that is allowed."""
+
+    def back(self, num_tokens: int) -> bool:
+        """Forget the last ids; False where that fails, and the matcher is of no use then."""
+
+    def fork(self) -> Matcher:
+        """Return another that stands at the same place."""
+
+
+class Library(Protocol):
+    """A grammar library with a vocabulary."""
+
+    name: str
+
+    def matcher(self, spec: GrammarSpec) -> Matcher:
+        """Compile; may take long, and may be called from any thread.
+
+        Raises:
+            RequestError: the grammar is wrong, too large, or of a kind the library does not have.
+        """
+
+
+class GrammarCursor(ABC):
+    """Where one sequence stands in its grammar.
+
+    Memory grows by one id per token walked; masks are kept for the last places only. For one thread
+    at a time.
+    """
+
+    @property
+    @abstractmethod
+    def num_tokens(self) -> int:
+        """Tokens walked."""
+
+    @property
+    @abstractmethod
+    def error(self) -> str | None:
+        """Why nothing is allowed, where that is a failure and not the grammar."""
+
+    @property
+    @abstractmethod
+    def is_finished(self) -> bool:
+        """Whether an end id was walked over, or nothing but an end id may come."""
+
+    @abstractmethod
+    def mask(self) -> Words:
+        """Return the ids allowed here; read-only. All 0: nothing can follow."""
+
+    @abstractmethod
+    def advance(self, token: int) -> bool:
+        """Walk over an id; False, with nothing changed, where the mask forbids it."""
+
+    @abstractmethod
+    def rollback(self, num_tokens: int) -> None:
+        """Forget the last tokens walked, end ids included.
+
+        Raises:
+            ValueError: fewer were walked; nothing has changed then.
+        """
+
+    @abstractmethod
+    def copy(self) -> GrammarCursor:
+        """Return another one that stands at the same place and walks on by itself."""
+
+    def allows(self, token: int) -> bool:
+        """Whether the mask has an id."""
+        words = self.mask()
+        return 0 <= token < 32 * len(words) and _has(words, token)
+
+    def forced(self, limit: int) -> list[int]:
+        """Return the ids that must come, as long as it is one each time and not the end.
+
+        Args:
+            limit: most ids to return.
+        """
+        run: list[int] = []
+        try:
+            while len(run) < limit and not self.is_finished:
+                token = _only(self.mask())
+                if token is None or not self.advance(token):
+                    break
+                run.append(token)
+        finally:
+            self.rollback(len(run))
+        return run
+
+
+def _has(words: Words, token: int) -> bool:
+    return bool(int(words[token // 32]) >> token % 32 & 1)
+
+
+def _only(words: Words) -> int | None:
+    """The id of a mask that has just one."""
+    places = np.flatnonzero(words)
+    if len(places) != 1:
+        return None
+    word = int(words[places[0]]) & 0xFFFFFFFF
+    return None if word & (word - 1) else 32 * int(places[0]) + word.bit_length() - 1
+
+
+def walk(cursor: GrammarCursor, drafts: Sequence[int]) -> list[Words]:
+    """Masks of the rows that drafts are verified in.
+
+    Args:
+        cursor: behind all that is committed; left there.
+        drafts: ids in order.
+
+    Returns:
+        The mask of the row before each draft that is legal after its predecessors, and of the row
+        behind the last of them: one more than there are drafts to verify. Drafts past these have no
+        row; they cannot be accepted.
+    """
+    masks = [cursor.mask()]
+    try:
+        for draft in drafts:
+            if not cursor.advance(draft):
+                break
+            masks.append(cursor.mask())
+    finally:
+        cursor.rollback(len(masks) - 1)
+    return masks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grammar:
+    """A compiled grammar; shared, and never changed.
+
+    Attributes:
+        spec: what it was made of.
+        start: the library's automaton before the first id.
+        vocab_size: ids of a mask.
+        usable: the ids there are tokens for.
+        ends: the ids that end a text.
+    """
+
+    spec: GrammarSpec
+    start: Matcher
+    vocab_size: int
+    usable: Words
+    ends: Words
+
+    def cursor(self) -> GrammarCursor:
+        """Return a cursor before the first id."""
+        return _MatcherCursor(self)
+
+
+class _MatcherCursor(GrammarCursor):
+    """Walks a library's matcher; a matcher that failed is made anew where the walk goes back."""
+
+    __slots__ = ("_ended", "_grammar", "_masks", "_matcher", "_tokens", "_undone")
+
+    def __init__(self, grammar: Grammar) -> None:
+        self._grammar = grammar
+        self._matcher = grammar.start.fork()
+        self._tokens: list[int] = []
+        # Of the places walked, and of those behind that were taken back: a mask by place.
+        self._masks: dict[int, Words] = {}
+        # Ids taken back, the next one last: masks beyond hold as long as they come again.
+        self._undone: list[int] = []
+        # Place of the first end id walked over.
+        self._ended: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def error(self) -> str | None:
+        return self._matcher.error
+
+    @property
+    def is_finished(self) -> bool:
+        if self._ended is not None:
+            return True
+        words = self.mask()
+        return bool(words.any()) and not (words & ~self._grammar.ends).any()
+
+    def mask(self) -> Words:
+        place = len(self._tokens)
+        known = self._masks.get(place)
+        if known is not None:
+            return known
+        if self._ended is not None:
+            words = self._grammar.ends
+        else:
+            words = self._matcher.words()
+            words &= self._grammar.usable
+            words.flags.writeable = False
+        self._masks[place] = words
+        return words
+
+    def advance(self, token: int) -> bool:
+        if not self.allows(token):
+            return False
+        if self._ended is None:
+            if _has(self._grammar.ends, token):
+                self._ended = len(self._tokens)
+            elif not self._matcher.take(token):
+                # It allowed the id and then could not follow: it ran into a limit of its own.
+                self._restart()
+                return False
+        if self._undone and self._undone.pop() != token:
+            self._forget_ahead()
+        self._tokens.append(token)
+        self._masks.pop(len(self._tokens) - _KEPT_MASKS, None)
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        walked = len(self._tokens)
+        if not 0 <= num_tokens <= walked:
+            raise ValueError(f"{num_tokens} tokens to go back; allowed are 0 to {walked}")
+        if not num_tokens:
+            return
+        left = walked - num_tokens
+        taken = walked if self._ended is None else self._ended
+        if self._ended is not None and self._ended >= left:
+            self._ended = None
+        failed = self._matcher.error is not None
+        self._undone += reversed(self._tokens[left:])
+        del self._tokens[left:]
+        back = max(0, taken - left)
+        if failed or (back and not self._matcher.back(back)):
+            self._restart()
+
+    def copy(self) -> GrammarCursor:
+        other = _MatcherCursor.__new__(_MatcherCursor)
+        other._grammar = self._grammar
+        other._matcher = self._matcher.fork()
+        other._tokens = self._tokens.copy()
+        other._masks = self._masks.copy()
+        other._undone = self._undone.copy()
+        other._ended = self._ended
+        return other
+
+    def _forget_ahead(self) -> None:
+        self._undone.clear()
+        place = len(self._tokens)
+        self._masks = {at: words for at, words in self._masks.items() if at <= place}
+
+    def _restart(self) -> None:
+        """Walk the way here with a new matcher."""
+        self._matcher = self._grammar.start.fork()
+        for token in self._tokens[: self._ended]:
+            if not self._matcher.take(token):
+                break
+
+
+class AfterMarker(GrammarCursor):
+    """A grammar that begins right behind a marker, wherever in a block of drafts it comes.
+
+    Up to the marker every id is allowed but those that end the answer, which would end it before
+    the grammar began.
+
+    Args:
+        inner: the grammar's cursor, before its first id; taken over.
+        end_id: the marker, such as the one that ends reasoning.
+        usable: the ids allowed before it; the marker is among them.
+    """
+
+    def __init__(self, inner: GrammarCursor, *, end_id: int, usable: Words) -> None:
+        self._inner = inner
+        self._end_id = end_id
+        self._free = usable
+        self._num_free = 0
+        self._inside = False
+
+    @classmethod
+    def of(cls, grammar: Grammar, *, end_id: int) -> AfterMarker:
+        """Return a cursor before the reasoning that a grammar's text follows.
+
+        Raises:
+            ValueError: the marker is no id there is a token for.
+        """
+        usable = grammar.usable & ~grammar.ends
+        if not 0 <= end_id < grammar.vocab_size or not int(usable[end_id // 32]) >> end_id % 32 & 1:
+            raise ValueError(
+                f"the marker is the id {end_id}, which has no token or ends the answer"
+            )
+        usable.flags.writeable = False
+        return cls(grammar.cursor(), end_id=end_id, usable=usable)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens walked, the marker and those before it included."""
+        return self._num_free + self._inner.num_tokens
+
+    @property
+    def error(self) -> str | None:
+        """Why nothing is allowed."""
+        return self._inner.error
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the marker came and the grammar is finished."""
+        return self._inside and self._inner.is_finished
+
+    def mask(self) -> Words:
+        """Return the grammar's mask behind the marker, and all ids but the ends before it."""
+        return self._inner.mask() if self._inside else self._free
+
+    def advance(self, token: int) -> bool:
+        """Walk over an id."""
+        if self._inside:
+            return self._inner.advance(token)
+        if not self.allows(token):
+            return False
+        self._num_free += 1
+        self._inside = token == self._end_id
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        """Forget the last tokens, over the marker too."""
+        if not 0 <= num_tokens <= self.num_tokens:
+            raise ValueError(f"{num_tokens} tokens to go back; allowed are 0 to {self.num_tokens}")
+        within = min(num_tokens, self._inner.num_tokens)
+        self._inner.rollback(within)
+        if num_tokens > within:
+            self._num_free -= num_tokens - within
+            # The marker is the last of the free ids.
+            self._inside = False
+
+    def copy(self) -> GrammarCursor:
+        """Return another one at the same place."""
+        other = AfterMarker(self._inner.copy(), end_id=self._end_id, usable=self._free)
+        other._num_free = self._num_free
+        other._inside = self._inside
+        return other
+
+
+def words_of(ids: Iterable[int], vocab_size: int) -> Words:
+    """A read-only mask of ids."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits[list(ids)] = 1
+    words = np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
+    words.flags.writeable = False
+    return words

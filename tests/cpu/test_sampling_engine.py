@@ -1,0 +1,758 @@
+"""Sampling through the engine: what is emitted does not depend on what is drafted."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from sampling_kit import p_value
+from support import make_rig
+from toy import EOS, RULES, VOCAB, Carrying, ToyModel, next_token, run, toy_config, toy_engine
+
+from paceline import LLM, SamplingParams, bundled_model_path
+from paceline.cache.pools import CachePools
+from paceline.draft import AntiProposer, DeepseekV4MtpHead, OracleProposer
+from paceline.engine import Emission, Engine
+from paceline.models.deepseek_v4.checkpoint import Weights
+from paceline.models.step import StepInputs, TargetOutput
+from paceline.sampling.logprobs import token_logprobs
+from paceline.text import Tokenizer
+from paceline.types import ConfigError, Draft, DraftRequest, FinishReason, RequestError
+
+TABLE = (np.random.default_rng(5).standard_normal((VOCAB, VOCAB)) * 2).astype(np.float32)
+NOISE = (np.random.default_rng(6).standard_normal((VOCAB, VOCAB))).astype(np.float32)
+
+
+def logits_of(ids: list[int]) -> npt.NDArray[np.float32]:
+    row: npt.NDArray[np.float32] = TABLE[next_token(ids)]
+    return row
+
+
+class SpreadToy(ToyModel):
+    """The toy with logits worth sampling: a row of a table for each token it would say.
+
+    Args:
+        barren: a token id after which every logit is -inf.
+    """
+
+    def __init__(self, *, poison: int | None = None, barren: int | None = None) -> None:
+        super().__init__(poison=poison)
+        self.barren = barren
+
+    def forward(self, inputs: StepInputs, pools: CachePools) -> TargetOutput:
+        output = super().forward(inputs, pools)
+        logits = output.logits.numpy()
+        last = inputs.ids.numpy()[inputs.logits_rows.numpy()]
+        for row, token in enumerate(last):
+            if token == self.barren:
+                logits[row] = -np.inf
+            elif np.isfinite(logits[row]).all():
+                logits[row] = TABLE[int(logits[row].argmax())]
+        return output
+
+
+class Picking(Carrying):
+    """Drafts what the sampler picks or draws from logits `error` away from the target's.
+
+    Attributes:
+        laws_given: laws handed over so far.
+    """
+
+    def __init__(self, error: float = 0.0, **named: Any) -> None:
+        super().__init__(None, **named)
+        self.error = error
+        self.laws_given = 0
+
+    def _draft(self, request: DraftRequest, state: Any) -> Draft:
+        laws: list[Any] = []
+        sampler = request.sampler
+
+        def rule(history: list[int], count: int, step: int) -> list[int]:
+            drafted: list[int] = []
+            while len(drafted) < count:
+                ids = [*history, *drafted]
+                row = logits_of(ids) + self.error * NOISE[next_token(ids)]
+                if sampler is None:
+                    token = int(row.argmax())
+                elif request.draws:
+                    token, law = sampler.draw(row, drafted=drafted)
+                    laws.append(law)
+                else:
+                    token = sampler.pick(row, drafted=drafted)
+                if token < 0:
+                    break
+                drafted.append(token)
+            return drafted
+
+        self.rule = rule
+        draft = super()._draft(request, state)
+        self.laws_given += len(laws)
+        return dataclasses.replace(draft, laws=laws[: len(draft.tokens)]) if laws else draft
+
+
+    def free_state(self, state: Any) -> None:
+        # By identity: states of sequences that stand alike are equal.
+        self.live[:] = [one for one in self.live if one is not state]
+
+
+DRAFTERS = {
+    "exact": Picking,
+    "near": lambda: Picking(0.6),
+    "anti": lambda: Carrying(anti),
+    "random": lambda: Carrying(RULES["random"], batch=4),
+}
+
+
+def anti(history: list[int], count: int, step: int) -> list[int]:
+    """Whatever is least likely to be picked at any temperature."""
+    return [int(logits_of(history).argmin())] * count
+
+
+KNOBS: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 1.3},
+    "top_p": {"temperature": 1.0, "top_p": 0.8},
+    "top_k": {"temperature": 1.0, "top_k": 5},
+    "min_p": {"temperature": 1.0, "min_p": 0.1},
+    "repetition_penalty": {"repetition_penalty": 1.7},
+    "presence_penalty": {"presence_penalty": 1.5},
+    "frequency_penalty": {"frequency_penalty": 1.2},
+    "logit_bias": {"logit_bias": {7: 3.0, 11: -5.0, 13: 2.5}},
+    "allowed_token_ids": {"allowed_token_ids": list(range(3, 25))},
+    "bad_words": {"bad_word_ids": [(9,), (20, 21), (5, 6, 7)]},
+    "min_tokens": {"min_tokens": 18, "stop_token_ids": list(range(20, 40))},
+}
+
+
+@dataclass
+class Asked:
+    """One request of a batch."""
+
+    prompt: list[int]
+    knobs: dict[str, Any]
+    num_drafts: int | None = None
+
+    def add(self, engine: Engine, **changes: Any) -> int:
+        knobs = {"seed": 3, "max_tokens": 24, **self.knobs, **changes}
+        words = knobs.pop("bad_word_ids", ())
+        sample = knobs.pop("sample", 0)
+        if engine.drafting is not None and self.num_drafts is not None:
+            knobs["num_drafts"] = self.num_drafts
+        return engine.add(
+            self.prompt, SamplingParams(**knobs), bad_word_ids=words, sample=sample
+        )
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    rng = random.Random(f"prompt {length} {seed}")
+    return [rng.randrange(2, VOCAB) for _ in range(length)]
+
+
+def tokens_of(emissions: Iterable[Emission]) -> list[int]:
+    return [token for emission in emissions for token in emission.token_ids]
+
+
+def outcome(emissions: list[Emission]) -> tuple[list[int], FinishReason | None, str | None]:
+    return tokens_of(emissions), emissions[-1].finish_reason, emissions[-1].error
+
+
+def alone(asked: Asked, **options: Any) -> tuple[list[int], FinishReason | None, str | None]:
+    engine = toy_engine(model=SpreadToy(), **options)
+    number = asked.add(engine)
+    return outcome(run(engine)[number])
+
+
+# The drafter-invariant rule
+
+
+@pytest.mark.parametrize("knob", KNOBS)
+def test_drafts_change_nothing_with_any_knob(knob: str) -> None:
+    asked = Asked(prompt_of(9, 1), KNOBS[knob])
+    want = alone(asked)
+    for name, make in DRAFTERS.items():
+        accepted = drafted = 0
+        for num_drafts in range(1, 9):
+            proposer = make()
+            engine = toy_engine(model=SpreadToy(), proposer=proposer, num_drafts=num_drafts)
+            number = asked.add(engine)
+            assert outcome(run(engine)[number]) == want
+            drafted += engine.speculation.num_drafted
+            accepted += engine.speculation.num_accepted
+            assert engine.num_proposer_failures == 0
+        assert drafted > 0
+        if name == "exact":
+            assert accepted == drafted
+        elif name == "near":
+            assert 0 < accepted < drafted
+
+
+def random_knobs(rng: random.Random) -> dict[str, Any]:
+    knobs: dict[str, Any] = {"seed": rng.randrange(1 << 64), "max_tokens": rng.randrange(1, 30)}
+    if rng.random() < 0.75:
+        knobs["temperature"] = rng.choice([0.3, 0.8, 1.0, 1.7])
+    choices: dict[str, Any] = {
+        "top_p": rng.uniform(0.3, 1.0),
+        "top_k": rng.randrange(1, 20),
+        "min_p": rng.uniform(0.0, 0.3),
+        "repetition_penalty": rng.uniform(0.7, 2.0),
+        "presence_penalty": rng.uniform(-2, 2),
+        "frequency_penalty": rng.uniform(-2, 2),
+        "logit_bias": {rng.randrange(VOCAB): rng.uniform(-6, 6) for _ in range(5)},
+        "allowed_token_ids": rng.sample(range(2, VOCAB), rng.randrange(4, 40)),
+        "bad_word_ids": [tuple(rng.sample(range(VOCAB), rng.randrange(1, 4))) for _ in range(3)],
+        "min_tokens": rng.randrange(0, knobs["max_tokens"] + 1),
+        "stop_token_ids": rng.sample(range(VOCAB), 3),
+        "ignore_eos": True,
+    }
+    for name, value in choices.items():
+        if rng.random() < 0.35:
+            knobs[name] = value
+    return knobs
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_drafts_and_company_change_nothing_in_random_combinations(part: int) -> None:
+    rng = random.Random(part)
+    for round_ in range(4):
+        asked = [
+            Asked(
+                prompt_of(rng.randrange(2, 14), rng.randrange(100)),
+                random_knobs(rng),
+                num_drafts=rng.randrange(0, 9),
+            )
+            for _ in range(5)
+        ]
+        want = [alone(one) for one in asked]
+        proposer: Any = rng.choice([Picking(0.0, batch=4), Picking(0.5), Picking(0.5, batch=3)])
+        engine = toy_engine(
+            model=SpreadToy(),
+            proposer=proposer,
+            num_drafts=3,
+            max_num_seqs=rng.choice([2, 5]),
+            max_num_batched_tokens=rng.choice([8, 64]),
+        )
+        numbers = [one.add(engine) for one in asked]
+        out: dict[int, list[Emission]] = {number: [] for number in numbers}
+        while engine.has_work:
+            for emission in engine.step():
+                out[emission.request_id].append(emission)
+            if round_ % 2 and rng.random() < 0.3:
+                engine._scheduler.preempt_last()
+        engine.check_idle()
+        assert [outcome(out[number]) for number in numbers] == want
+        assert engine.num_proposer_failures == 0
+        assert bool(engine.num_preemptions) == bool(round_ % 2)
+
+
+def test_unseeded_requests_and_samples_of_one_seed_all_differ() -> None:
+    engine = toy_engine(model=SpreadToy())
+    asked = Asked(prompt_of(6, 2), {"temperature": 1.0})
+    numbers = [asked.add(engine, seed=None) for _ in range(6)]
+    numbers += [asked.add(engine, sample=sample) for sample in range(6)]
+    out = run(engine)
+    texts = {tuple(tokens_of(out[number])) for number in numbers}
+    assert len(texts) == 12
+    assert tokens_of(out[numbers[6]]) == alone(asked)[0]
+
+
+# The rejection rules
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+def test_drafts_of_the_targets_own_law_are_all_accepted(acceptance: Any) -> None:
+    for knobs in KNOBS.values():
+        proposer = Picking()
+        engine = toy_engine(
+            model=SpreadToy(), proposer=proposer, num_drafts=4, acceptance=acceptance
+        )
+        number = Asked(prompt_of(7, 4), knobs).add(engine)
+        run(engine)[number]
+        assert engine.speculation.num_accepted == engine.speculation.num_drafted > 0
+        assert proposer.laws_given > 0
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+def test_rejection_keeps_the_law_and_accepts_more(acceptance: Any) -> None:
+    """Second and third tokens together, against the exact law; one false alarm in a thousand."""
+    prompt, knobs = prompt_of(5, 8), {"temperature": 1.0, "top_k": 3, "max_tokens": 4}
+    engine = toy_engine(
+        model=SpreadToy(),
+        config=toy_config(eos_token_ids=()),
+        proposer=Picking(0.8),
+        num_drafts=3,
+        acceptance=acceptance,
+        max_num_seqs=16,
+        max_num_batched_tokens=256,
+    )
+    numbers = [Asked(prompt, knobs).add(engine, seed=seed) for seed in range(2500)]
+    out = run(engine, limit=20000)
+
+    def top3(ids: list[int]) -> dict[int, float]:
+        row = logits_of(ids).astype(np.float64)
+        best = np.argsort(-row)[:3]
+        mass = np.exp(row[best] - row[best[0]])
+        return dict(zip(best.tolist(), (mass / mass.sum()).tolist(), strict=True))
+
+    joint = {
+        (a, b, c): pa * pb * pc
+        for a, pa in top3(prompt).items()
+        for b, pb in top3([*prompt, a]).items()
+        for c, pc in top3([*prompt, a, b]).items()
+    }
+    cells = {key: index for index, key in enumerate(joint)}
+    seen = np.zeros(len(cells), np.int64)
+    for number in numbers:
+        seen[cells[tuple(tokens_of(out[number])[:3])]] += 1  # type: ignore[index]
+    assert p_value(seen, np.array(list(joint.values()))) > 1e-3
+    assert 0 < engine.speculation.num_accepted < engine.speculation.num_drafted
+
+
+def test_rejection_at_temperature_zero_is_greedy() -> None:
+    asked = Asked(prompt_of(9, 3), {"repetition_penalty": 1.4})
+    plain = Asked(prompt_of(9, 3), {})
+    for one in (asked, plain):
+        engine = toy_engine(
+            model=SpreadToy(), proposer=Picking(0.5), num_drafts=5, acceptance="rejection"
+        )
+        number = one.add(engine)
+        assert outcome(run(engine)[number]) == alone(one)
+
+
+def test_a_rule_must_be_known_and_fit_the_pruning() -> None:
+    with pytest.raises(ConfigError, match="acceptance is 'greedy'; allowed are 'invariant', 'rej"):
+        toy_engine(acceptance="greedy")
+    with pytest.raises(ConfigError, match="allowed are 1 and 0, since the law would change"):
+        toy_engine(acceptance="block", proposer=Picking(), num_drafts=2, keep_drafts=0.5)
+
+
+# Failures
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 4])
+@pytest.mark.parametrize("knob", ["temperature", "top_k", "repetition_penalty", "bad_words"])
+def test_a_row_without_a_law_ends_that_request_only(knob: str, num_drafts: int) -> None:
+    other = Asked(prompt_of(8, 6), KNOBS[knob], num_drafts)
+    want = alone(other)
+    tokens = alone(Asked(prompt_of(9, 5), KNOBS[knob]))[0]
+    at = next(i for i, token in enumerate(tokens) if token not in want[0] and i > 2)
+    failing = Asked(prompt_of(9, 5), KNOBS[knob], num_drafts)
+    at = tokens.index(tokens[at])
+    for model, error in (
+        (SpreadToy(poison=tokens[at]), "non-finite logits"),
+        (SpreadToy(barren=tokens[at]), "non-finite logits"),
+    ):
+        if tokens[at] in failing.prompt or tokens[at] in other.prompt:
+            continue
+        engine = toy_engine(model=model, proposer=Picking(), num_drafts=3)
+        numbers = [one.add(engine) for one in (failing, other)]
+        out = run(engine)
+        assert outcome(out[numbers[0]]) == (tokens[: at + 1], FinishReason.ERROR, error)
+        assert outcome(out[numbers[1]]) == want
+
+
+def test_where_every_allowed_id_is_impossible_the_request_ends() -> None:
+    class Impossible(SpreadToy):
+        def forward(self, inputs: StepInputs, pools: CachePools) -> TargetOutput:
+            output = super().forward(inputs, pools)
+            output.logits[:, [4, 5, 6]] = -math.inf
+            return output
+
+    for temperature in (0.0, 1.0):
+        engine = toy_engine(model=Impossible(), proposer=Picking(), num_drafts=2)
+        knobs = {"allowed_token_ids": [4, 5, 6], "temperature": temperature}
+        number = Asked(prompt_of(5, 1), knobs).add(engine)
+        got = outcome(run(engine)[number])
+        assert got == ([], FinishReason.ERROR, "no token is allowed here")
+
+
+def test_what_the_engine_cannot_serve_is_refused_at_the_door() -> None:
+    engine = toy_engine(model=SpreadToy())
+    for knobs, message in (
+        ({"stop": ["x"]}, r"stop is \('x',\), but there is no tokenizer"),
+        ({"bad_words": ["x"]}, r"bad_words is \('x',\), but there is no tokenizer"),
+        ({"logit_bias": {VOCAB: 1.0}}, "logit_bias holds 61; allowed are ids 0 to 60"),
+        ({"allowed_token_ids": [3, 99]}, "allowed_token_ids holds 99; allowed are ids 0 to 60"),
+        ({"allowed_token_ids": [EOS], "min_tokens": 1}, "leave no token"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            engine.add([3, 4], SamplingParams(**knobs))
+    engine.check_idle()
+
+
+# Log-probabilities
+
+
+@pytest.mark.parametrize("num_drafts", [0, 4])
+@pytest.mark.parametrize("knob", ["top_p", "repetition_penalty", "min_tokens", None])
+def test_log_probabilities_are_the_raw_logits_at_every_position(
+    knob: str | None, num_drafts: int
+) -> None:
+    asked = Asked(prompt_of(21, 9), KNOBS[knob] if knob else {})
+    engine = toy_engine(
+        model=SpreadToy(), proposer=Picking(0.4), num_drafts=num_drafts, max_num_batched_tokens=8
+    )
+    number = asked.add(engine, logprobs=3, prompt_logprobs=2)
+    emissions: list[Emission] = []
+    while engine.has_work:
+        emissions += engine.step()
+        if len(emissions) == 1 and not engine.num_preemptions:
+            engine._scheduler.preempt_last()
+    assert all(len(e.logprobs or ()) == len(e.token_ids) for e in emissions)
+    tokens = tokens_of(emissions)
+    ids = [*asked.prompt, *tokens]
+    rows = np.stack([logits_of(ids[:i]) for i in range(1, len(ids))])
+    got = [one for e in emissions for one in e.logprobs or ()]
+    assert got == token_logprobs(rows[len(asked.prompt) - 1 :], tokens, top=3)
+    first = emissions[0].prompt_logprobs
+    assert first is not None and first[0] is None
+    assert first[1:] == token_logprobs(rows, asked.prompt[1:], top=2)
+    assert all(e.prompt_logprobs is None for e in emissions[1:])
+    assert number == emissions[0].request_id
+
+
+def test_prompt_log_probabilities_survive_pre_emption_within_the_prompt() -> None:
+    prompt = prompt_of(200, 3)
+    for at in range(1, 8):
+        engine = toy_engine(
+            model=SpreadToy(), max_num_batched_tokens=32, prefix_cache_bytes=1 << 20
+        )
+        # Another request has the same beginning kept; it must not be gone on from.
+        engine.add([*prompt[:150], 5], SamplingParams(max_tokens=1))
+        run_(engine)
+        number = engine.add(prompt, SamplingParams(max_tokens=2, prompt_logprobs=0))
+        out: list[Emission] = []
+        for step in range(40):
+            if step == at:
+                engine._scheduler.preempt_last()
+            out += engine.step() if engine.has_work else []
+        (listed,) = [e.prompt_logprobs for e in out if e.prompt_logprobs is not None]
+        rows = np.stack([logits_of(prompt[:i]) for i in range(1, len(prompt))])
+        assert listed == [None, *token_logprobs(rows, prompt[1:], top=0)]
+        assert number == out[0].request_id
+        engine.check_idle()
+
+
+def run_(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
+# The real head, on the host and on a device path
+
+
+def rig_engine(weights: Weights, **options: Any) -> Engine:
+    rig = make_rig(weights, weights.config, backend="torch", max_seq_len=256)
+    head = DeepseekV4MtpHead.new(
+        rig.built.mtp,  # type: ignore[arg-type]
+        rig.built.embed_tokens,
+        rig.built.lm_head,
+        weights.config,
+        options.pop("mtp_vocab_size", 0),
+        256,
+        num_slots=4,
+    )
+    return Engine(
+        rig.built.model,
+        weights.config,
+        proposer=head,
+        num_drafts=3,
+        max_seq_len=256,
+        max_num_seqs=4,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"drafts_on_device": True}, {"mtp_vocab_size": 64}],
+    ids=["host", "device", "reduced"],
+)
+def test_the_head_drafts_with_every_knob_and_changes_nothing(
+    tiny_weights: Weights, options: dict[str, Any]
+) -> None:
+    vocab = tiny_weights.config.vocab_size
+    rng = random.Random(4)
+    prompts = [[rng.randrange(vocab) for _ in range(6)] for _ in range(len(KNOBS) + 1)]
+    # An untrained model's logits are flat; a bias makes picks agree now and then.
+    lean = {token: 6.0 for token in range(8)}
+    asked = [
+        Asked(p, {"logit_bias": lean, **k, "ignore_eos": True, "max_tokens": 16})
+        for p, k in zip(prompts, [*KNOBS.values(), {"logit_bias": None}], strict=True)
+    ]
+    want = []
+    for one in asked:
+        engine = rig_engine(tiny_weights)
+        number = one.add(engine, num_drafts=0)
+        want.append(outcome(run(engine)[number]))
+    engine = rig_engine(tiny_weights, **options)
+    numbers = [one.add(engine, num_drafts=1 + i % 5) for i, one in enumerate(asked)]
+    out = run(engine)
+    assert [outcome(out[number]) for number in numbers] == want
+    assert engine.num_proposer_failures == 0
+    for number in numbers[:-1]:
+        stats = out[number][-1].stats
+        assert stats.num_drafted > 0
+    assert sum(out[number][-1].stats.num_accepted for number in numbers) > 0
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+def test_the_head_gives_laws_to_the_rejection_rules(
+    tiny_weights: Weights, acceptance: Any
+) -> None:
+    engine = rig_engine(tiny_weights, acceptance=acceptance)
+    asked = Asked([5, 6, 7], {"temperature": 1.0, "top_k": 20, "max_tokens": 30})
+    number = asked.add(engine, ignore_eos=True)
+    out = run(engine)[number]
+    assert len(tokens_of(out)) == 30
+    assert engine.num_proposer_failures == 0
+    # Flat laws overlap, so that nearly every draft is accepted.
+    assert engine.speculation.acceptance_rate > 0.5
+
+
+# Text
+
+
+@pytest.fixture(scope="module")
+def bundled() -> Iterator[LLM]:
+    with LLM(num_drafts=3, max_seq_len=512) as llm:
+        yield llm
+
+
+PROMPT = "def main(argv):\n"
+
+
+def scripted(llm: LLM, proposer: Any, **options: Any) -> LLM:
+    """A door to the same target with another drafter."""
+    model = llm.engine._runner._model
+    engine = Engine(
+        model, llm.config, proposer=proposer, num_drafts=8, max_seq_len=512, **options
+    )
+    return LLM.from_engine(engine, llm.tokenizer)
+
+
+def test_a_stop_text_cuts_at_every_row_of_an_accepted_block(bundled: LLM) -> None:
+    params = SamplingParams(max_tokens=24, logprobs=1, num_drafts=0)
+    (plain,) = bundled.generate(PROMPT, params)
+    whole = [*plain.prompt_token_ids, *plain.token_ids]
+    tokenizer = bundled.tokenizer
+    assert tokenizer is not None
+    ends = [len(tokenizer.decode(plain.token_ids[: i + 1])) for i in range(24)]
+    llm = scripted(bundled, OracleProposer([whole]))
+    cuts = set()
+    for last in range(1, 24):
+        # Two characters around the end of token last - 1, so that most straddle tokens.
+        begin = max(0, ends[last - 1] - 1)
+        stop = plain.text[begin : ends[last - 1] + 1]
+        if plain.text.find(stop) != begin or len(stop) < 2:
+            continue
+        (got,) = llm.generate(PROMPT, dataclasses.replace(params, stop=[stop], num_drafts=8))
+        assert got.text == plain.text[:begin]
+        assert got.token_ids == plain.token_ids[: last + 1]
+        assert (got.finish_reason, got.stop_reason) == ("stop", stop)
+        assert got.usage.completion_tokens == len(got.token_ids) == len(got.drafted)
+        assert got.logprobs is not None and len(got.logprobs) == len(got.token_ids)
+        assert [one.id for one in got.logprobs] == got.token_ids
+        (off,) = bundled.generate(PROMPT, dataclasses.replace(params, stop=[stop]))
+        assert (off.text, off.token_ids) == (got.text, got.token_ids)
+        kept = SamplingParams(
+            max_tokens=24, stop=[stop], num_drafts=8, include_stop_str_in_output=True
+        )
+        chunks = list(llm.stream(PROMPT, kept))
+        assert "".join(chunk.text for chunk in chunks) == plain.text[: begin + len(stop)]
+        assert [t for chunk in chunks for t in chunk.token_ids] == got.token_ids
+        cuts.add((last - 1) % 9)
+        assert got.speculation.num_accepted > 0 or last < 2
+    assert len(cuts) >= 7
+    llm.engine.check_idle()
+
+
+def test_stop_comes_before_length_and_after_min_tokens(bundled: LLM) -> None:
+    (plain,) = bundled.generate(PROMPT, SamplingParams(max_tokens=30))
+    assert bundled.tokenizer is not None
+    upto = bundled.tokenizer.decode(plain.token_ids[:6])
+    stop = upto[-3:]
+    assert plain.text.find(stop) == len(upto) - 3
+    for num_drafts in (0, 3, 8):
+
+        def answer(num_drafts: int = num_drafts, **knobs: Any) -> Any:
+            return bundled.generate(PROMPT, SamplingParams(num_drafts=num_drafts, **knobs))[0]
+
+        assert answer(max_tokens=6, stop=stop).finish_reason == "stop"
+        assert answer(max_tokens=5, stop=stop).finish_reason == "length"
+        assert answer(max_tokens=5, stop=stop).text == bundled.tokenizer.decode(
+            plain.token_ids[:5]
+        )
+        assert answer(max_tokens=30, min_tokens=5, stop=stop).token_ids == plain.token_ids[:6]
+        spared = answer(max_tokens=30, min_tokens=6, stop=stop)
+        assert len(spared.token_ids) > 6
+        assert spared.text.startswith(upto)
+        third = plain.token_ids[2]
+        by_id = answer(max_tokens=30, stop_token_ids=[third])
+        assert by_id.stop_reason == third == by_id.token_ids[-1]
+        assert len(by_id.token_ids) == plain.token_ids.index(third) + 1
+
+
+def test_several_answers_share_the_prompt_and_are_told_apart(bundled: LLM) -> None:
+    bundled.engine.clear_prefix_cache()
+    prompts = [PROMPT * 40, [3, 4, 5]]
+    params = SamplingParams(
+        max_tokens=10, temperature=1.0, n=3, seed=11, logprobs=0, prompt_logprobs=1
+    )
+    results = bundled.generate(prompts, params)
+    assert [r.sample_index for r in results] == [0, 1, 2] * 2
+    assert [r.prompt_token_ids for r in results[3:]] == [[3, 4, 5]] * 3
+    assert results[0].usage.cached_tokens == 0
+    whole_blocks = (len(results[0].prompt_token_ids) - 1) // 128 * 128
+    assert [r.usage.cached_tokens for r in results[1:3]] == [whole_blocks] * 2
+    assert whole_blocks > 0
+    assert len({tuple(r.token_ids) for r in results[:3]}) == 3
+    single = dataclasses.replace(params, n=1)
+    assert bundled.generate(prompts[0], single)[0].token_ids == results[0].token_ids
+    for result in results:
+        assert result.prompt_logprobs is not None
+        assert len(result.prompt_logprobs) == len(result.prompt_token_ids)
+    again = bundled.generate(prompts, dataclasses.replace(params, num_drafts=0))
+    assert [r.token_ids for r in again] == [r.token_ids for r in results]
+    unseeded = [
+        r.token_ids
+        for _ in range(2)
+        for r in bundled.generate([3, 4, 5], dataclasses.replace(params, seed=None))
+    ]
+    assert len(set(map(tuple, unseeded))) == 6
+    streamed: dict[int, list[int]] = {}
+    for chunk in bundled.stream(prompts[0], params):
+        streamed.setdefault(chunk.sample_index, []).extend(chunk.token_ids)
+    assert [streamed[i] for i in range(3)] == [r.token_ids for r in results[:3]]
+    bundled.engine.check_idle()
+
+
+def test_leaving_early_frees_answers_that_wait_for_the_first(bundled: LLM) -> None:
+    for _ in bundled.stream(PROMPT * 60, SamplingParams(temperature=1.0, n=4, max_tokens=4)):
+        break
+    bundled.engine.check_idle()
+    first = bundled.engine.add([5, 6, 7], SamplingParams(max_tokens=3))
+    second = bundled.engine.add([5, 6, 7], SamplingParams(max_tokens=3), after=first)
+    assert bundled.engine.abort(second)
+    assert bundled.engine.abort(first)
+    bundled.engine.check_idle()
+    first = bundled.engine.add([5, 6, 7], SamplingParams(max_tokens=3))
+    second = bundled.engine.add([5, 6, 7], SamplingParams(max_tokens=3), after=first)
+    assert bundled.engine.abort(first)
+    out: dict[int, list[Emission]] = {}
+    while bundled.engine.has_work:
+        for emission in bundled.engine.step():
+            out.setdefault(emission.request_id, []).append(emission)
+    assert list(out) == [second]
+    bundled.engine.check_idle()
+
+
+@pytest.mark.parametrize("knob", ["temperature", "repetition_penalty", None])
+def test_the_bundled_models_log_probabilities_are_a_teacher_forced_passs(
+    bundled: LLM, knob: str | None
+) -> None:
+    knobs = {"max_tokens": 40, "seed": 1, "logprobs": 4, "prompt_logprobs": 2, "ignore_eos": True}
+    knobs |= KNOBS[knob] if knob else {}
+    (result,) = bundled.generate(PROMPT * 3, SamplingParams(**knobs))
+    assert result.speculation.num_accepted > 0
+    assert result.logprobs is not None and result.prompt_logprobs is not None
+    ids = [*result.prompt_token_ids, *result.token_ids]
+    # Its prompt is the whole text, so that its prompt's log-probabilities are such a pass.
+    (forced,) = bundled.generate(ids, SamplingParams(max_tokens=1, prompt_logprobs=4))
+    told = [*result.prompt_logprobs, *result.logprobs]
+    assert forced.prompt_logprobs is not None
+    assert len(told) == len(forced.prompt_logprobs) == len(ids)
+    for got, want, token in zip(told[1:], forced.prompt_logprobs[1:], ids[1:], strict=True):
+        assert got is not None and want is not None
+        assert got.id == want.id == token
+        assert got.logprob == pytest.approx(want.logprob, abs=1e-4)
+        for (a, p), (b, q) in zip(got.top, want.top, strict=False):
+            assert a == b
+            assert p == pytest.approx(q, abs=1e-4)
+
+
+def test_the_bundled_model_at_temperatures_with_and_without_drafts(bundled: LLM) -> None:
+    rng = random.Random(9)
+    prompts = [PROMPT, "import argparse\n", "The whale", "class Node:\n    def __init__"]
+    each = []
+    for index in range(12):
+        knobs = dict(rng.choice(list(KNOBS.values())))
+        knobs.pop("bad_word_ids", None)
+        knobs.setdefault("temperature", rng.choice([0.0, 0.7, 1.0]))
+        each.append(SamplingParams(**{"max_tokens": 24, "seed": index, **knobs}))
+    given = [prompts[i % 4] for i in range(12)]
+    off = bundled.generate(given, [dataclasses.replace(p, num_drafts=0) for p in each])
+    on = bundled.generate(given, [dataclasses.replace(p, num_drafts=1 + i % 8) for i, p in enumerate(each)])
+    assert [r.token_ids for r in on] == [r.token_ids for r in off]
+    assert [r.text for r in on] == [r.text for r in off]
+    assert sum(r.speculation.num_accepted for r in on) > 20
+    assert all(r.speculation.num_drafted > 0 for r in on if len(r.token_ids) > 2)
+
+
+def test_wrong_drafts_never_leak_at_a_temperature(bundled: LLM) -> None:
+    params = SamplingParams(max_tokens=30, temperature=1.0, seed=2, num_drafts=0)
+    (plain,) = bundled.generate(PROMPT, params)
+    whole = [*plain.prompt_token_ids, *plain.token_ids]
+    llm = scripted(bundled, AntiProposer([whole], vocab_size=bundled.config.vocab_size))
+    (got,) = llm.generate(PROMPT, dataclasses.replace(params, num_drafts=8))
+    assert got.token_ids == plain.token_ids
+    assert got.speculation.num_drafted > 0
+    assert got.speculation.num_accepted == 0
+
+
+def test_bad_words_do_not_come_in_either_spelling(bundled: LLM) -> None:
+    (plain,) = bundled.generate("The ", SamplingParams(max_tokens=40))
+    words = [word for word in plain.text.split() if word.isalpha() and len(word) > 2][:3]
+    assert words
+    (got,) = bundled.generate("The ", SamplingParams(max_tokens=40, bad_words=words))
+    assert got.token_ids != plain.token_ids
+    for word in words:
+        assert f" {word} " not in f" {got.text} "
+
+
+def test_markers_in_a_prompt_are_text_unless_asked_for(bundled: LLM) -> None:
+    marker = "<｜User｜>"
+    tokenizer = Tokenizer(
+        bundled_model_path(), vocab_size=bundled.config.vocab_size, bos_token_id=None
+    )
+    one = SamplingParams(max_tokens=1)
+    (plain,) = bundled.generate(marker, one)
+    (special,) = bundled.generate(marker, one, allow_special=True)
+    marker_id = tokenizer.marker_id(marker)
+    assert marker_id not in plain.prompt_token_ids
+    assert special.prompt_token_ids[1:] == [marker_id]
+    assert tokenizer.decode(plain.prompt_token_ids) == marker
+
+
+def test_results_are_documents(bundled: LLM, tmp_path: Path) -> None:
+    import json
+
+    params = SamplingParams(max_tokens=3, logprobs=2, prompt_logprobs=0, stop=["zzz"])
+    (result,) = bundled.generate(PROMPT, params)
+    document = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+    assert [one["id"] for one in document["logprobs"]] == result.token_ids
+    assert [len(one["top"]) for one in document["logprobs"]] == [2, 2, 2]
+    assert document["prompt_logprobs"][0] is None
+    assert document["sample_index"] == 0
+    assert document["stop_reason"] is None
+
+
+def test_greedy_requests_cost_no_more_than_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests without knobs never meet a sampler's laws, nor a copy of the logits."""
+    from paceline.draft import verify
+
+    def never(*args: Any, **named: Any) -> Any:
+        raise AssertionError("a greedy step went the long way")
+
+    monkeypatch.setattr(verify, "invariant", never)
+    monkeypatch.setattr(torch.Tensor, "clone", never)
+    engine = toy_engine(model=SpreadToy(), proposer=Picking(0.5), num_drafts=3)
+    number = Asked(prompt_of(6, 1), {"temperature": 0.0}).add(engine)
+    assert len(tokens_of(run(engine)[number])) > 1
