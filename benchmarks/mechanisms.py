@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from typing import Any
 
 import common
 import rows
-import turns
 
 from paceline import LLM, SamplingParams, bundled_model_path
 from paceline.draft import DeepseekV4MtpHead
@@ -35,6 +33,7 @@ THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8)
 KEPT = (1.0, 0.8, 0.6, 0.4)
 DRAFTERS = ("mtp", "ngram", "mtp+ngram")
 LENGTHS = (1, 2, 3)
+NEW_TOKENS = (1, 16, 64)
 PAUSE = 300
 AFTER = (("1 to 4", 0, 4), ("5 to 16", 4, 16), ("17 to 64", 16, 64))
 """Steps behind a pause: how they are called, and the first and one past the last of them."""
@@ -312,41 +311,43 @@ class Forgets(DeepseekV4MtpHead):
 
 
 def carry(work: Work, *, answer: int, opening: int = 24) -> dict[str, Any]:
-    """Second turns that add a few tokens, with the drafter's rows restored and without."""
-    first = SamplingParams(max_tokens=answer)
-    then = SamplingParams(max_tokens=opening)
-    options = {**work.options, "max_num_seqs": 1}
-    sides: dict[str, list[Any]] = {"restored": [], "not restored": [], "cold": []}
-    missing, equal, cached = [], True, 0
-    with (
-        work.llm(**{**options, "prefix_cache": True}) as kept,
-        work.llm(**{**options, "prefix_cache": True}, proposer=head_factory(Forgets)) as forgets,
-        work.llm(**{**options, "prefix_cache": False}) as cold,
-    ):
-        for prompt in work.prompts:
-            chat = turns.USER in prompt.text
-            said = f"{turns.USER}Go on.<｜Assistant｜></think>" if chat else "\n"
-            (before,) = finished(kept, [prompt.text], first)
-            finished(forgets, [prompt.text], first)
-            assert kept.tokenizer is not None
-            more = kept.tokenizer.encode(said, add_bos=False, allow_special=True)
-            ids = [*before.prompt_token_ids, *before.token_ids, *more]
-            done = [finished(llm, [ids], then)[0] for llm in (kept, forgets, cold)]
-            if not done[0].usage.cached_tokens:
-                continue  # shorter than a block
-            equal = equal and all(r.token_ids == done[2].token_ids for r in done)
-            equal = equal and done[0].usage.cached_tokens == done[1].usage.cached_tokens
-            cached += done[0].usage.cached_tokens
-            missing.append(128 - (len(ids) - done[0].usage.cached_tokens))
-            for name, result in zip(sides, done, strict=True):
-                sides[name].append(result.speculation)
+    """Texts that go on behind a kept prefix, with the drafter's rows restored and without.
+
+    A first request fills the cache; later ones repeat its text up to a block's end and a few tokens
+    more, which are read anew and leave rows of their own.
+    """
+    first, then = SamplingParams(max_tokens=answer), SamplingParams(max_tokens=opening)
+    options = {**work.options, "max_num_seqs": 1, "prefix_cache": True}
+    kinds = {"restored": DeepseekV4MtpHead, "not restored": Forgets}
+    stats: dict[tuple[str, int], list[SpeculationStats]] = {
+        (name, new): [] for new in NEW_TOKENS for name in kinds
+    }
+    llms = {name: work.llm(**options, proposer=head_factory(kind)) for name, kind in kinds.items()}
+    equal = True
+    for prompt in work.prompts:
+        before, _ = (finished(llm, [prompt.text], first)[0] for llm in llms.values())
+        text = [*before.prompt_token_ids, *before.token_ids[:-1]]
+        for new in NEW_TOKENS:
+            length = (len(text) - new) // 128 * 128
+            if not length:
+                continue
+            tokens = []
+            for name, llm in llms.items():
+                (result,) = finished(llm, [text[: length + new]], then)
+                if result.usage.cached_tokens != length:
+                    raise SystemExit(f"error: {result.usage.cached_tokens} of {length} were kept")
+                stats[name, new].append(result.speculation)
+                tokens.append(list(result.token_ids))
+            equal = equal and tokens[0] == tokens[1]
+    for llm in llms.values():
+        llm.close()
     return {
-        "conversations": len(missing),
         "opening_tokens": opening,
         "tokens_equal": equal,
-        "cached_tokens": cached,
-        "rows_missing": statistics.median(missing) if missing else 0,
-        "runs": [{"name": name, "all": tally(stats)} for name, stats in sides.items()],
+        "runs": [
+            {"name": name, "new_tokens": new, "texts": len(some), "all": tally(some)}
+            for (name, new), some in stats.items()
+        ],
     }
 
 

@@ -263,6 +263,268 @@ def acceptance_sentence(result: Result) -> str:
     )
 
 
+POLICY_NAMES = {
+    "exact": "exact: every row from the target's streams (what the head does)",
+    "recursion": "accepted drafts' rows as the recursion left them",
+    "recursion_gap": "the same, and none for the last draft of a chain accepted whole",
+    "first_only": "only the first row of a chain stays, nothing is caught up",
+    "short": "as many rows stay as drafts were accepted, nothing is caught up",
+    "no_prompt": "no rows of the prompt",
+    "prompt_shift": "prompt's pairs off by one token",
+    "stream_lag": "all streams late by one position",
+    "collapsed": "streams collapsed to one",
+    "blind": "collapsed, no prompt, rows too short",
+}
+
+
+def acceptance_rows(result: Result) -> str:
+    """What drafts are worth under each policy about the drafter's rows."""
+    runs = result["rows"]
+    near = runs[0]
+    rows = []
+    for n, one in enumerate(near["policies"]):
+        cells = [f"{run['policies'][n]['all']['mean_acceptance_length']:.3f}" for run in runs]
+        rows.append(
+            [
+                POLICY_NAMES.get(one["name"], one["name"]),
+                *cells,
+                f"{one['code']['mean_acceptance_length']:.3f}" if one["code"] else "",
+                *(f"{x:.1%}" for x in one["all"]["by_position"]),
+            ]
+        )
+    header = ["rows", *(f"length, K = {run['num_drafts']}" for run in runs)]
+    header += [f"code, K = {near['num_drafts']}"]
+    header += [f"draft {j + 1}" for j in range(near["num_drafts"])]
+    return markdown(header, rows)
+
+
+def acceptance_rows_by_class(result: Result) -> str:
+    """The same by class, mean acceptance length at the first draft length of the file."""
+    policies = result["rows"][0]["policies"]
+    kinds = list(policies[0]["classes"])
+    rows = [
+        [
+            POLICY_NAMES.get(one["name"], one["name"]).partition(":")[0],
+            *(f"{one['classes'][kind]['mean_acceptance_length']:.2f}" for kind in kinds),
+        ]
+        for one in policies
+    ]
+    return markdown(["rows", *(CLASS_NAMES.get(kind, kind) for kind in kinds)], rows)
+
+
+def acceptance_rows_sentence(result: Result) -> str:
+    """Exact rows against the rest, in a line."""
+    run = result["rows"][0]
+    if not run["exact_equals_head"]:
+        raise NumbersError("acceptance.json: the drafter with exact rows differs from the head")
+    length = {p["name"]: p["all"]["mean_acceptance_length"] for p in run["policies"]}
+    return (
+        f"At K = {run['num_drafts']} over all classes a step yields {length['exact']:.3f} tokens "
+        f"with exact rows, {length['recursion']:.3f} with the rows the recursion left, "
+        f"{length['short']:.3f} where a row is lost at each step, {length['no_prompt']:.3f} without "
+        f"the prompt, {length['collapsed']:.3f} from collapsed streams, and {length['blind']:.3f} "
+        "with the last three together"
+    )
+
+
+def _counted(runs: list[Result], first: str) -> str:
+    """The counts of several settings over the same prompts."""
+    rows = [
+        [
+            run["name"],
+            f"{run['all']['num_drafted']:,}",
+            f"{run['all']['num_accepted']:,}",
+            f"{run['all']['acceptance_rate']:.1%}",
+            f"{run['all']['tokens_per_step']:.3f}",
+            f"{run['all']['tokens_per_row']:.3f}",
+        ]
+        for run in runs
+    ]
+    header = [first, "drafted", "accepted", "acceptance", "tokens per step"]
+    return markdown([*header, "tokens per target row"], rows)
+
+
+def _section(result: Result, name: str) -> Result:
+    section: Result = result["sections"][name]
+    if not result["tokens_equal"]:
+        raise NumbersError("mechanisms.json: tokens with drafts differ from tokens without")
+    return section
+
+
+def mechanism_context(result: Result) -> str:
+    """Rows of the prompt and catch-up of accepted drafts."""
+    section = _section(result, "context")
+    rows = []
+    for run in section["runs"]:
+        count = run["name"].removeprefix("prompt_")
+        name = f"{count} rows of the prompt" if count.isdigit() else run["name"]
+        name = {"no_catchup": "no catch-up of accepted drafts", "neither": "neither"}.get(
+            run["name"], name
+        )
+        rows.append(
+            [
+                name,
+                f"{run['all']['acceptance_rate']:.1%}",
+                f"{run['all']['tokens_per_step']:.3f}",
+                f"{run['opening']['acceptance_rate']:.1%}",
+                f"{run['opening']['tokens_per_step']:.3f}",
+            ]
+        )
+    opening = f"first {section['opening_tokens']} tokens"
+    header = ["the drafter is told", "acceptance", "tokens per step"]
+    return markdown([*header, f"acceptance, {opening}", "tokens per step"], rows)
+
+
+def mechanism_pause(result: Result) -> str:
+    """Acceptance behind a stretch without drafts."""
+    section = _section(result, "pause")
+    spans = list(section["runs"][0]["spans"])
+    rows = [
+        [run["name"], *(f"{run['spans'][span]['acceptance_rate']:.1%}" for span in spans)]
+        for run in section["runs"]
+    ]
+    header = [f"{section['pause']} steps without drafts, then", *(f"steps {s}" for s in spans)]
+    return markdown(header, rows)
+
+
+def mechanism_carry(result: Result) -> str:
+    """Openings behind a kept prefix."""
+    rows = [
+        [
+            str(run["new_tokens"]),
+            run["name"],
+            str(run["texts"]),
+            f"{run['all']['num_drafted']:,}",
+            f"{run['all']['acceptance_rate']:.1%}",
+            f"{run['all']['tokens_per_step']:.3f}",
+        ]
+        for run in _section(result, "carry")["runs"]
+    ]
+    rows.sort(key=lambda cells: int(cells[0]))
+    header = ["tokens behind the kept prefix", "drafter's rows", "texts", "drafted", "acceptance"]
+    return markdown([*header, "tokens per step"], rows, left=2)
+
+
+def mechanism_vocabulary(result: Result) -> str:
+    """Drafts from a part of the vocabulary."""
+    section = _section(result, "vocabulary")
+    rows = []
+    for size, below, run in zip(
+        section["sizes"], section["emitted_below"], section["runs"], strict=True
+    ):
+        total = run["all"]
+        rows.append(
+            [
+                f"{size or section['vocab_size']:,}",
+                f"{(size or section['vocab_size']) / section['vocab_size']:.1%}",
+                f"{below:.1%}",
+                f"{total['acceptance_rate']:.1%}",
+                f"{total['mean_acceptance_length']:.3f}",
+            ]
+        )
+    header = ["ids that may be drafted", "of the head's rows", "of the emitted tokens"]
+    return markdown([*header, "acceptance", "mean acceptance length"], rows)
+
+
+def mechanism_drafters(result: Result) -> str:
+    """Tokens per decode step of each drafter and kind of text."""
+    runs = _section(result, "drafters")["runs"]
+    rows = []
+    for kind in [*runs[0]["classes"], None]:
+        name = "**all classes**" if kind is None else CLASS_NAMES.get(kind, kind)
+        each = [run["all"] if kind is None else run["classes"][kind] for run in runs]
+        by_lookup = each[-1]["drafted_by"].get("ngram", 0) / max(1, each[-1]["num_drafted"])
+        rows.append(
+            [
+                name,
+                *(f"{one['tokens_per_step']:.2f}" for one in each),
+                *(f"{one['tokens_per_row']:.2f}" for one in each),
+                f"{by_lookup:.0%}",
+            ]
+        )
+    names = [run["name"] for run in runs]
+    header = ["tokens per step", *names, *(f"per row, {name}" for name in names)]
+    return markdown([*header, "drafted by lookup in the last"], rows)
+
+
+def mechanism_speed(result: Result, batch: int) -> str:
+    """Time of each setting against the first, in turn."""
+    run = next((one for one in result["speed"] if one["batch"] == batch), None)
+    if run is None:
+        return f"_The stored result has no run at batch {batch}._"
+    rows = [
+        [
+            one["name"],
+            _rate(one["tokens_per_second"]),
+            f"{one['over_first']['median']:.2f}",
+            f"{one['over_first']['low']:.2f} to {one['over_first']['high']:.2f}",
+        ]
+        for one in run["runs"]
+    ]
+    return markdown([f"batch {batch}", "tok/s", "against the first", "low to high"], rows)
+
+
+def mechanism_scoring(result: Result) -> str:
+    """Time of the head alone."""
+    rows = []
+    for one in result["scoring"]:
+        whole = one["seconds"]["0"]
+        for size, seconds in one["seconds"].items():
+            rows.append(
+                [
+                    str(one["rows"]),
+                    "all" if size == "0" else f"{int(size):,}",
+                    f"{1e6 * seconds:.0f}",
+                    f"{seconds / whole:.2f}",
+                ]
+            )
+    return markdown(["sequences", "ids", "microseconds", "of all ids"], rows, left=2)
+
+
+def lengths_table(result: Result, batch: int) -> str:
+    """Every fixed draft length and the controller, against drafts off."""
+    run = _run(result, batch)
+    if run is None:
+        return f"_The stored result has no run at batch {batch}._"
+    rows = []
+    for row in run["rows"]:
+        auto = row["auto"]
+        rows.append(
+            [
+                "**all**" if row["name"] == "all" else CLASS_NAMES.get(row["name"], row["name"]),
+                _rate(row["fixed"]["0"]["tokens_per_second"]),
+                *(
+                    f"{one['over_off']['median']:.2f}"
+                    for k, one in row["fixed"].items()
+                    if k != "0"
+                ),
+                f"{auto['over_off']['median']:.2f}",
+                f"{auto['mean_drafts']:.2f}",
+                f"{auto['over_best_fixed']['median']:.3f}",
+                f"{auto['over_best_fixed']['low']:.3f} to {auto['over_best_fixed']['high']:.3f}",
+            ]
+        )
+    fixed = [f"K = {k}" for k in run["rows"][0]["fixed"] if k != "0"]
+    header = [f"batch {batch}", "off, tok/s", *fixed, "auto", "its mean K", "auto over best fixed"]
+    return markdown([*header, "low to high"], rows)
+
+
+def lengths_sentence(result: Result) -> str:
+    """The controller in a line."""
+    if not result["tokens_equal"]:
+        raise NumbersError("lengths.json: tokens with drafts differ from tokens without")
+    parts = []
+    for run in result["runs"]:
+        row = next(one for one in run["rows"] if one["name"] == "all")
+        best = row["best_fixed"]
+        parts.append(
+            f"at batch {run['batch']} it decodes {row['auto']['over_off']['median']:.2f} times as "
+            f"fast as drafts off and {row['auto']['over_best_fixed']['median']:.3f} times as fast "
+            f"as the best fixed length, {best or 'off'}"
+        )
+    return "With the bundled model the controller keeps up as follows: " + "; ".join(parts)
+
+
 def turns_summary(result: Result) -> str:
     """Second turns behind a kept prefix and cold."""
     summary = result["summary"]
@@ -559,7 +821,26 @@ def length_environment(result: Result) -> str:
     )
 
 
+def sampling_acceptance(result: Result) -> str:
+    """Rules against each other at every draft length."""
+    rows = [
+        [
+            str(run["num_drafts"]),
+            run["rule"],
+            f"{run['mean_acceptance_length']:.2f}",
+            *(f"{x:.0%}" for x in run["by_position"][:3]),
+            *[""] * (3 - len(run["by_position"])),
+            {True: "yes", False: "NO", None: ""}[run.get("tokens_equal")],
+        ]
+        for run in sorted(result["runs"], key=lambda run: int(run["num_drafts"]))
+    ]
+    header = ["K", "rule", "mean acceptance length", "draft 1", "draft 2", "draft 3"]
+    return markdown([*header, "same tokens as without drafts"], rows, left=2)
+
+
 RENDER: dict[str, tuple[str, Callable[[Result], str]]] = {
+    "sampling-acceptance": ("sampling", sampling_acceptance),
+    "sampling-environment": ("sampling", environment),
     "length-simulation": ("length-simulation", length_simulation),
     "length-sentence": ("length-simulation", length_sentence),
     "length-environment": ("length-simulation", length_environment),
@@ -599,9 +880,38 @@ RENDER: dict[str, tuple[str, Callable[[Result], str]]] = {
         lambda result: acceptance_by_position(result, conditional=True),
     ),
     "acceptance-histogram": ("acceptance", acceptance_histogram),
+    "acceptance-rows": ("acceptance", acceptance_rows),
+    "acceptance-rows-by-class": ("acceptance", acceptance_rows_by_class),
+    "acceptance-rows-sentence": ("acceptance", acceptance_rows_sentence),
     "acceptance-environment": ("acceptance", environment),
+    "mechanisms-context": ("mechanisms", mechanism_context),
+    "mechanisms-pause": ("mechanisms", mechanism_pause),
+    "mechanisms-carry": ("mechanisms", mechanism_carry),
+    "mechanisms-vocabulary": ("mechanisms", mechanism_vocabulary),
+    "mechanisms-thresholds": (
+        "mechanisms",
+        lambda result: _counted(_section(result, "thresholds")["runs"], "chains"),
+    ),
+    "mechanisms-pruning": (
+        "mechanisms",
+        lambda result: _counted(_section(result, "pruning")["runs"], "drafts of a step"),
+    ),
+    "mechanisms-drafters": ("mechanisms", mechanism_drafters),
+    "mechanisms-environment": ("mechanisms", environment),
+    "mechanisms-speed-1": ("mechanisms-speed", lambda result: mechanism_speed(result, 1)),
+    "mechanisms-speed-8": ("mechanisms-speed", lambda result: mechanism_speed(result, 8)),
+    "mechanisms-scoring": ("mechanisms-speed", mechanism_scoring),
+    "mechanisms-speed-environment": ("mechanisms-speed", environment),
+    "lengths-batch-1": ("lengths", lambda result: lengths_table(result, 1)),
+    "lengths-batch-8": ("lengths", lambda result: lengths_table(result, 8)),
+    "lengths-sentence": ("lengths", lengths_sentence),
+    "lengths-environment": ("lengths", environment),
 }
 """Region -> result file and what makes the text. ``text-NAME`` shows the file ``NAME.txt``."""
+
+
+SCRIPTS = {"mechanisms-speed": "mechanisms.py --speed", "device-graphs": "device.py --graphs"}
+"""Result file -> what makes it, where the names differ."""
 
 
 def render(name: str, results: Results) -> str:
@@ -622,7 +932,8 @@ def render(name: str, results: Results) -> str:
     file, make = RENDER[name]
     result = results.read(file)
     if result is None:
-        command = f"python benchmarks/{file}.py --json benchmarks/results/{file}.json"
+        script = SCRIPTS.get(file, f"{file}.py")
+        command = f"python benchmarks/{script} --json benchmarks/results/{file}.json"
         return f"_No result is stored yet; `{command}` makes one._"
     try:
         return make(result)

@@ -283,6 +283,8 @@ class RankGroup:
         Raises:
             RankError: it failed on some rank, or ranks differ from rank 0; the same on all ranks.
         """
+        if self.size == 1:
+            return
         frames = self._agree(_DONE, (), answer, arguments)
         self._is_open = False
         for word, what in ((3, "arguments"), (2, "answer")):
@@ -290,20 +292,26 @@ class RankGroup:
             if odd:
                 self._raise(f"{_ranks(odd)} differ from rank 0 in the {what} of a call")
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> bool:
         """Tell the other ranks that this one cannot go on with a command they are in.
 
-        Does nothing where they know: the error came out of an operation of this group.
+        Says nothing where they know: the error came out of an operation of this group.
+
+        Returns:
+            Whether all ranks raised the same, so that they are alike still.
         """
-        if self.size == 1 or self._fault is not None or not self._is_open:
-            return
+        if self.size == 1:
+            return True
+        if self._fault is not None or not self._is_open:
+            return False
         text = f"{type(error).__name__}: {error}".encode()[: _ROOM * 8]
         words = [
             int.from_bytes(text[at : at + 8].ljust(8), "little", signed=True)
             for at in range(0, len(text), 8)
         ]
-        self._exchange(_FAILED, words, 0, 0)
+        frames = self._exchange(_FAILED, words, 0, 0)
         self._is_open = False
+        return all(frame == frames[0] for frame in frames)
 
     def finish(self, *, goes_on: bool) -> bool | None:
         """Say that this rank has no more forwards in this step.
@@ -333,6 +341,8 @@ class RankGroup:
             text: what to do.
             tensors: what goes with it; those of a device go by the group's backend.
         """
+        if self.size == 1:
+            return
         whole = len(text).to_bytes(8, "little") + text
         self._note("command", len(whole))
         frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)

@@ -21,10 +21,14 @@ from paceline.draft import CombinedProposer, DeepseekV4MtpHead, DraftProposer, N
 from paceline.engine import Emission, Engine
 from paceline.engine.engine import AUTO, Acceptance
 from paceline.engine.graphs import CudaCapture
+from paceline.engine.reasoning import BudgetedCursor
 from paceline.models.deepseek_v4.build import Built, build
 from paceline.models.deepseek_v4.checkpoint import Checkpoint, load_weights
+from paceline.sampling.grammar import AfterMarker, Grammar, GrammarCursor, GrammarSpec
+from paceline.sampling.grammar_compiler import GrammarCompiler
 from paceline.sampling.noise import fresh_seed
-from paceline.text import Detokenizer, StopMatcher, Tokenizer
+from paceline.text import Detokenizer, ReasoningBudget, StopMatcher, Tokenizer
+from paceline.text.chat import END_THINK, THINK
 from paceline.types import (
     MAX_NUM_DRAFTS,
     CheckpointError,
@@ -100,8 +104,8 @@ class LLM:
         num_drafts: drafts per step, 0 to 8, for requests that do not say, or "auto": as many as pay
             by what is measured while it runs, possibly none. None: 3 where the checkpoint has an
             MTP head or a proposer is given, else 0.
-        acceptance: how drafts of requests with a temperature are judged: "invariant", "rejection" or
-            "block"; see `Engine` and docs/sampling.md.
+        acceptance: how drafts of requests with a temperature are judged: "invariant", "rejection"
+            or "block"; see `Engine` and docs/sampling.md.
         max_seq_len: context limit, prompt included; None: the model's, at most 4096.
         max_num_seqs: sequences that run at once; further ones wait.
         max_num_batched_tokens: most rows of one target forward; long prompts are cut into pieces.
@@ -125,6 +129,8 @@ class LLM:
         keep_drafts: share of a step's drafts that is verified, 0 to 1; the tails that the head
             finds least likely, over the whole batch, are left out.
         discard_drafts_below: a draft whose least probability is lower is not verified, 0 to 1.
+        grammar_library: what structured output is masked by: "llguidance", or "xgrammar" where that
+            is installed.
         num_threads: CPU threads, of the process; None leaves the choice to the libraries.
         progress: called with (bytes read, bytes to read) while loading.
 
@@ -164,6 +170,7 @@ class LLM:
         discard_drafts_below: float = 0.0,
         prefix_cache: bool = True,
         prefix_cache_bytes: int = DEFAULT_PREFIX_CACHE_BYTES,
+        grammar_library: Literal["llguidance", "xgrammar"] = "llguidance",
         num_threads: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -259,6 +266,7 @@ class LLM:
             path,
             f"device={str(place)!r}, dtype={str(kind).removeprefix('torch.')!r}, "
             f"backend={built.backend!r}",
+            grammar_library=grammar_library,
         )
 
     @classmethod
@@ -269,7 +277,13 @@ class LLM:
         return llm
 
     def _set_up(
-        self, engine: Engine, tokenizer: Tokenizer | None, path: Path | None, runs_on: str
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer | None,
+        path: Path | None,
+        runs_on: str,
+        *,
+        grammar_library: Literal["llguidance", "xgrammar"] = "llguidance",
     ) -> None:
         self.engine = engine
         self.config = engine.config
@@ -280,6 +294,8 @@ class LLM:
         self._runs_on = runs_on
         self._closed = False
         self._inbox: dict[int, deque[Emission]] = {}
+        self._grammars: GrammarCompiler | None = None
+        self._grammar_library = grammar_library
 
     def __repr__(self) -> str:
         parts = [] if self.path is None else [repr(str(self.path))]
@@ -306,6 +322,8 @@ class LLM:
         for request_id in list(self._inbox):
             self.engine.abort(request_id)
         self._inbox.clear()
+        if self._grammars is not None:
+            self._grammars.close()
         del self.engine
 
     def generate(
@@ -377,10 +395,11 @@ class LLM:
         given = _as_prompts(prompts)
         each = _as_params(params, len(given))
         encoded = [self._encode(prompt, add_bos, allow_special) for prompt in given]
+        grammars = [self._compiled(one) for one in each]
         live: dict[int, _Live] = {}
         try:
             for index, (ids, one) in enumerate(zip(encoded, each, strict=True)):
-                self._add(index, ids, one, live)
+                self._add(index, ids, one, grammars[index], live)
             while live:
                 if self._closed:
                     raise GenerationError("this LLM was closed while it generated")
@@ -412,8 +431,68 @@ class LLM:
             # Another loop over this object may be waiting for it.
             self._inbox[emission.request_id].append(emission)
 
+    def _compiled(self, params: SamplingParams) -> Grammar | None:
+        """The grammar a request asks for; others go on while it is compiled."""
+        spec = GrammarSpec.of(params)
+        if spec is None:
+            return None
+        if self.tokenizer is None:
+            raise RequestError(
+                f"a {spec.kind} is given, but there is no tokenizer to read it with; allowed is "
+                "None"
+            )
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(
+                self.tokenizer,
+                vocab_size=self.config.vocab_size,
+                end_ids=self.config.eos_token_ids,
+                library=self._grammar_library,
+            )
+        compiling = self._grammars.submit(spec)
+        while self.engine.has_work and not compiling.done():
+            self._step()
+        return self._grammars.compile(spec)
+
+    def _cursor(
+        self, grammar: Grammar | None, ids: list[int], params: SamplingParams
+    ) -> GrammarCursor | None:
+        """What the answer must follow: a grammar, a reasoning budget, both or none.
+
+        A grammar starts behind the reasoning where the prompt ends within some.
+        """
+        if grammar is None and params.max_reasoning_tokens is None:
+            return None
+        markers: list[int | None] = [None, None]
+        if self.tokenizer is not None:
+            markers = [self.tokenizer.marker_id(marker) for marker in (THINK, END_THINK)]
+        begin, end = markers
+        inner = None
+        reasons = False
+        if begin is not None and end is not None:
+            seen = [token for token in ids if token in (begin, end)]
+            reasons = bool(seen) and seen[-1] == begin
+        if grammar is not None:
+            behind = AfterMarker.of(grammar, end_id=end) if reasons and end is not None else None
+            inner = behind or grammar.cursor()
+        if params.max_reasoning_tokens is None:
+            return inner
+        if begin is None or end is None:
+            raise RequestError(
+                f"max_reasoning_tokens is {params.max_reasoning_tokens}, but the tokenizer has no "
+                "markers for reasoning; allowed is None"
+            )
+        budget = ReasoningBudget(
+            begin_id=begin, end_id=end, budget=params.max_reasoning_tokens, in_reasoning=reasons
+        )
+        return BudgetedCursor(budget, vocab_size=self.config.vocab_size, inner=inner)
+
     def _add(
-        self, index: int, ids: list[int], params: SamplingParams, live: dict[int, _Live]
+        self,
+        index: int,
+        ids: list[int],
+        params: SamplingParams,
+        grammar: Grammar | None,
+        live: dict[int, _Live],
     ) -> None:
         """Queue all answers to one prompt; the first reads it for all of them."""
         if params.n > 1 and params.seed is None:
@@ -437,6 +516,7 @@ class LLM:
                 after=leader,
                 text_end=one if one.reads_stops else None,
                 bad_word_ids=words,
+                grammar=self._cursor(grammar, ids, params),
             )
             live[request_id] = one
             self._inbox[request_id] = deque()

@@ -97,13 +97,7 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-_NOT_SERVED: dict[str, Any] = {
-    "json_schema": None,
-    "json_object": False,
-    "regex": None,
-    "grammar": None,
-    "choice": None,
-}
+_NOT_SERVED: dict[str, Any] = {}
 """Fields that may be given one value only, in this version."""
 
 
@@ -146,6 +140,8 @@ class SamplingParams:
         regex: regular expression the answer matches.
         grammar: EBNF grammar the answer follows.
         choice: texts one of which is the answer.
+        max_reasoning_tokens: most tokens between the markers of reasoning, 0 or more; then the
+            end marker comes. None: no limit.
         num_drafts: drafts per step for this request; None takes the engine's, 0 turns drafting off,
             "auto" lets the engine choose.
 
@@ -180,6 +176,7 @@ class SamplingParams:
     regex: str | None = None
     grammar: str | None = None
     choice: tuple[str, ...] | list[str] | None = None
+    max_reasoning_tokens: int | None = None
     num_drafts: int | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
@@ -204,6 +201,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _require_int(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
+        if self.max_reasoning_tokens is not None:
+            _require_int("max_reasoning_tokens", self.max_reasoning_tokens, low=0)
         if self.num_drafts not in (None, "auto"):
             if isinstance(self.num_drafts, str):
                 raise RequestError(

@@ -155,7 +155,7 @@ class Sharded(WrappingProposer[Any]):
         noise: size of what this rank adds to its scores.
         decides: whether rank 0 picks for all.
         batch: widest batch.
-        fault: a method, which calls of it (from 1; none: all), and what happens in them.
+        faults: methods, which calls of them (from 1; none: all), and what happens in those.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Sharded(WrappingProposer[Any]):
         noise: float = 0.0,
         decides: bool = True,
         batch: int = 4,
-        fault: tuple[str, tuple[int, ...], str] | None = None,
+        faults: Sequence[tuple[str, tuple[int, ...], str]] = (),
     ) -> None:
         super().__init__(inner)
         self.needs_comm = True
@@ -174,16 +174,17 @@ class Sharded(WrappingProposer[Any]):
         self.noise = noise
         self.decides = decides
         self.batch = batch
-        self.fault = fault
+        self.faults = faults
         self.said: list[tuple[int, list[int]]] = []
         self.calls: dict[str, int] = {}
         self.random = torch.Generator().manual_seed(1)
 
     def _due(self, method: str) -> str | None:
         count = self.calls[method] = self.calls.get(method, 0) + 1
-        if self.fault is None or self.fault[0] != method:
-            return None
-        return self.fault[2] if count in self.fault[1] or not self.fault[1] else None
+        for name, calls, how in self.faults:
+            if name == method and (count in calls or not calls):
+                return how
+        return None
 
     def _scored(self, wanted: list[int]) -> list[int]:
         how = self._due("score")
@@ -231,7 +232,10 @@ class Sharded(WrappingProposer[Any]):
         self.inner.after_verify(num_accepted, state)
 
     def prefill_drafter(self, *args: Any, **named: Any) -> int:
-        _suffer(self._due("prefill_drafter"))
+        how = self._due("prefill_drafter")
+        _suffer(how)
+        if how == "skips":
+            args = (*args[:2], self.inner.alloc_state())
         return self.inner.prefill_drafter(*args, **named)
 
     def take_drafter_kv(self, state: Any) -> Any:
@@ -258,6 +262,7 @@ class Experts(WrappingProposer[Any]):
     def _forward(self, ids: list[int]) -> list[int]:
         self.num_forwards += 1
         counts = self.comm.meet(len(ids))
+        assert counts[self.comm.rank] == len(ids)
         if self.fault is not None and (self.num_forwards in self.fault[1] or not self.fault[1]):
             _suffer(self.fault[2])
         rows = torch.zeros(max(counts), dtype=torch.int64)

@@ -156,3 +156,57 @@ def test_a_shared_block_is_home_when_its_last_holder_lets_go() -> None:
     assert allocator.all_home
     with pytest.raises(AssertionError, match="is not held"):
         allocator.release(taken[:1])
+
+
+def test_blocks_may_be_held_ahead_of_their_rows() -> None:
+    allocator = BlockAllocator(3)
+    cache = handle(allocator)
+    assert cache.hold(BLOCK_TOKENS + 1)
+    assert (len(cache.blocks), allocator.num_free, cache.length) == (2, 1, 0)
+    assert cache.hold(5)
+    assert cache.reserve(WIDTH)
+    assert cache.blocks_wanted(2 * BLOCK_TOKENS) == 0
+    assert cache.blocks_wanted(2 * BLOCK_TOKENS + 1) == 1
+    assert not cache.hold(3 * BLOCK_TOKENS + 1)
+    assert (len(cache.blocks), allocator.num_free) == (2, 1)
+    cache.free()
+    assert allocator.all_home
+
+
+def test_a_handle_that_goes_on_from_shared_blocks_frees_its_own_hold_and_rewinds_no_further() -> (
+    None
+):
+    allocator = BlockAllocator(4)
+    kept = allocator.allocate(2)
+    assert kept is not None
+    for block in kept:
+        allocator.share(block)
+    start = 2 * BLOCK_TOKENS
+    cache = SequenceCache(
+        allocator, slot=1, max_width=WIDTH, max_seq_len=LIMIT, length=start, blocks=kept
+    )
+    assert (cache.length, cache.rewindable, cache.blocks) == (start, 0, kept)
+    for width in (WIDTH, WIDTH, 3):
+        assert cache.reserve(width)
+        cache.commit(width)
+    # The rings were filled from 127 rows before its beginning on, and hold a step's width beyond.
+    assert cache.rewindable == WIDTH
+    cache.rewind(WIDTH)
+    assert cache.reserve(1)
+    cache.commit(1)
+    assert cache.rewindable == 1
+    cache.free()
+    assert [allocator.holders(block) for block in kept] == [1, 1]
+    assert allocator.num_free == 2
+    short = SequenceCache(
+        allocator, slot=1, max_width=WIDTH, max_seq_len=LIMIT, length=start, blocks=kept
+    )
+    assert short.reserve(4)
+    short.commit(4)
+    assert short.rewindable == 4
+    with pytest.raises(ValueError, match="4 can be taken back"):
+        short.rewind(5)
+    with pytest.raises(AssertionError, match="1 blocks for 129 tokens"):
+        SequenceCache(
+            allocator, slot=1, max_width=WIDTH, max_seq_len=LIMIT, length=129, blocks=kept[:1]
+        )

@@ -21,7 +21,7 @@ from paceline import (
     StreamChunk,
     Usage,
 )
-from paceline.types import PacelineError, RequestError, UnsupportedError
+from paceline.types import PacelineError, RequestError
 
 
 def test_all_is_sorted_and_true() -> None:

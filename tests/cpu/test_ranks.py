@@ -12,7 +12,7 @@ from toy import VOCAB, continuation, toy_engine
 
 from paceline.dist import RankGroup
 from paceline.draft import DeepseekV4MtpHead
-from paceline.draft.doubles import CommProposer, ContextProposer
+from paceline.draft.doubles import CommProposer, ContextProposer, check_proposer
 from paceline.engine.ranks import LeadingProposer, LockstepProposer, lead
 from paceline.types import ConfigError
 
@@ -176,7 +176,7 @@ def test_a_request_that_ends_near_the_context_limit(pair: Ranks, missing: int) -
 def test_what_raises_on_one_rank_costs_its_drafts_on_all(
     pair: Ranks, where: int, method: str, calls: tuple[int, ...], failures: int
 ) -> None:
-    fault = {where: {"fault": (method, calls, "raises")}}
+    fault = {where: {"faults": [(method, calls, "raises")]}}
     what = {
         "inner": "context",
         "prompts": prompts(3, lengths=(120, 100, 120)),
@@ -198,13 +198,44 @@ def test_what_raises_on_one_rank_costs_its_drafts_on_all(
     assert first["said"] == second["said"] or method in ("propose", "score")
 
 
+def test_what_all_ranks_raise_alike_is_raised_as_on_one_rank(pair: Ranks) -> None:
+    """A refusal, say: the states stay what they are."""
+    mine = {"faults": [("score", (4, 30), "raises"), ("after_verify", (5,), "raises")]}
+    what = {"inner": "context", "prompts": THREE, "max_tokens": 25, "on": {0: mine, 1: mine}}
+    first, second = pair.run(led, what=what, timeout=5.0)
+    one = run_led(RankGroup.alone(), what)
+    assert first["failures"] == one["failures"] == 3
+    assert first["said"] == second["said"] == one["said"]
+    assert first["log"] == second["log"]
+
+
+def test_a_state_that_cannot_begin_anew_on_one_rank_holds_nobody_up(pair: Ranks) -> None:
+    """Its sequence costs the drafts of all until it ends, soon, at the context limit."""
+    mine = {"faults": [("propose", (2,), "raises"), ("alloc_state_for", (4,), "raises")]}
+    what = {
+        "inner": "context",
+        "prompts": prompts(3, lengths=(120, 9, 14)),
+        "max_tokens": 40,
+        "on": {1: mine},
+        "debug": True,
+        "engine": {"max_seq_len": 128},
+    }
+    first, second = pair.run(led, what=what, timeout=5.0)
+    for tokens, prompt, count in zip(first["tokens"], what["prompts"], (8, 40, 40), strict=True):
+        assert tokens == continuation(prompt, count)
+    assert 2 < first["failures"] < 9
+    assert first["stats"]["num_drafted"] > 100
+    assert first["log"] == second["log"]
+    assert not first["broken"]
+
+
 @pytest.mark.parametrize("where", [0, 1])
 def test_what_always_raises_on_one_rank_is_switched_off_on_all(pair: Ranks, where: int) -> None:
     what = {
         "inner": "context",
         "prompts": THREE,
         "max_tokens": 40,
-        "on": {where: {"fault": ("score", (), "raises")}},
+        "on": {where: {"faults": [("score", (), "raises")]}},
         "engine": {"max_proposer_failures": 4},
     }
     first, second = pair.run(led, what=what, timeout=5.0)
@@ -225,7 +256,7 @@ def test_ranks_out_of_step_are_told_apart_and_not_left_waiting(pair: Ranks, how:
         "inner": "phased",
         "prompts": THREE,
         "max_tokens": 25,
-        "on": {1: {"fault": ("score", (4,), how)}},
+        "on": {1: {"faults": [("score", (4,), how)]}},
     }
     first, second = pair.run(led, what=what, timeout=5.0)
     check_tokens(first, what)
@@ -245,6 +276,18 @@ def test_debug_finds_a_rank_that_sees_other_streams(pair: Ranks) -> None:
     check_tokens(first, what)
     assert first["failures"] > 3
     assert first["off"]
+    assert first["log"] == second["log"]
+
+
+def test_debug_finds_a_rank_that_was_not_fed(pair: Ranks) -> None:
+    mine = {"faults": [("prefill_drafter", (1,), "skips")]}
+    what = {"inner": "context", "prompts": THREE, "max_tokens": 25, "on": {1: mine}}
+    first, _ = pair.run(led, what=what)
+    check_tokens(first, what)
+    assert first["failures"] == 0
+    first, second = pair.run(led, what={**what, "debug": True})
+    check_tokens(first, what)
+    assert first["failures"] == 1  # the states began anew and were alike again
     assert first["log"] == second["log"]
 
 
@@ -277,7 +320,7 @@ def test_a_rank_that_does_not_answer_breaks_the_group_in_time(pair: Ranks, check
         "inner": "phased",
         "prompts": THREE,
         "max_tokens": 25,
-        "on": {1: {"fault": ("score", (4,), "sleeps")}},
+        "on": {1: {"faults": [("score", (4,), "sleeps")]}},
     }
     first, second = pair.run(led, what=what, timeout=1.0, checked=checked)
     check_tokens(first, what)
@@ -293,7 +336,7 @@ def test_a_rank_that_dies_is_noticed(lost_pair: Ranks, where: int) -> None:
         "inner": "phased",
         "prompts": THREE,
         "max_tokens": 25,
-        "on": {where: {"fault": ("score", (4,), "dies")}},
+        "on": {where: {"faults": [("score", (4,), "dies")]}},
     }
     told = lost_pair.run(led, what=what)
     assert told[where] == 7
@@ -458,8 +501,17 @@ def test_a_drafter_of_one_rank_is_asked_directly() -> None:
         toy_engine(config=CONFIG, proposer=comm, ranks=many, num_drafts=2)
     with pytest.raises(ConfigError, match="ContextProposer has no draft_nothing"):
         LockstepProposer(plain, many)
-    with pytest.raises(ConfigError, match="allowed is alloc_state_for"):
-        LeadingProposer(comm, RankGroup.alone()).alloc_state()
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_the_side_that_leads_is_held_to_the_contract(width: int) -> None:
+    """Through commands and back, on one rank: states, tokens, rows and tensors by number."""
+
+    def make() -> LeadingProposer:
+        inner = ContextProposer(vocab_size=VOCAB, batch=width)
+        return LeadingProposer(inner, RankGroup.alone(), debug=True)
+
+    check_proposer(make, vocab_size=VOCAB)
 
 
 @pytest.mark.parametrize(

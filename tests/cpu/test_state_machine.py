@@ -28,7 +28,9 @@ from paceline.draft import ContextProposer, DeepseekV4MtpHead, PoisonProposer
 from paceline.draft.doubles import ContextState
 from paceline.draft.length import SequenceView, StepRecord
 from paceline.engine import Emission, Engine
+from paceline.models.deepseek_v4.build import Backend
 from paceline.models.deepseek_v4.checkpoint import Weights
+from paceline.ops import numba_cpu
 from paceline.types import Draft, DraftRequest, FinishReason, SamplingParams
 
 POISON = 60
@@ -379,7 +381,8 @@ def test_long_lives(seed: int) -> None:
 # Over the real model and its head
 
 
-def test_a_long_life_of_the_real_model(tiny_weights: Weights, backend: Any) -> None:
+def test_a_long_life_of_the_real_model(tiny_weights: Weights) -> None:
+    backend: Backend = "fused" if numba_cpu.available() else "torch"
     config = tiny_weights.config
     rig = make_rig(tiny_weights, config, backend=backend, num_slots=1, max_seq_len=256)
     built, rng = rig.built, random.Random(3)

@@ -18,7 +18,14 @@ from paceline.draft import (
     ScriptedProposer,
 )
 from paceline.draft.doubles import WrappingProposer
-from paceline.types import CheckpointError, ConfigError, DraftRequest, RequestError, SamplingParams
+from paceline.types import (
+    CheckpointError,
+    ConfigError,
+    Draft,
+    DraftRequest,
+    RequestError,
+    SamplingParams,
+)
 
 NO_EOS = toy_config(eos_token_ids=())
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
@@ -434,3 +441,38 @@ def test_the_door_leaves_the_number_to_a_block_drafter() -> None:
         assert llm.num_drafts == 5
     with pytest.raises(ConfigError, match="num_drafts is 3"):
         LLM(path, proposer=make, num_drafts=3, max_seq_len=256)
+
+
+# Left on the device
+
+
+class Hiding(OracleProposer):
+    """Leaves one right id where only it can read it, when it is told where an embedding goes."""
+
+    left: int | None = None
+    num_left = num_read = 0
+
+    def propose(self, request: DraftRequest, state: Any) -> Draft:
+        draft = super().propose(request, state)
+        self.left = None
+        if request.draft_embed_target is None or not draft.tokens:
+            return draft
+        self.left = draft.tokens[0]
+        self.num_left += 1
+        return Draft(tokens=[])
+
+    def read_deferred_draft_token(self) -> int | None:
+        self.num_read += self.left is not None
+        return self.left
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_an_id_that_was_left_for_the_proposer_to_read_is_read(on_device: bool) -> None:
+    proposer = Hiding([text()])
+    engine = toy_engine(config=NO_EOS, proposer=proposer, num_drafts=3, drafts_on_device=on_device)
+    engine.add(PROMPT, SamplingParams(max_tokens=21))
+    emissions = run(engine)[0]
+    assert [token for e in emissions for token in e.token_ids] == text()[10:31]
+    assert proposer.num_read == proposer.num_left == (10 if on_device else 0)
+    assert emissions[-1].stats.num_accepted == (10 if on_device else 15)
+    assert engine.num_proposer_failures == 0

@@ -88,6 +88,7 @@ def generate(
     regex: sampling.Regex = None,
     grammar: sampling.Grammar = None,
     choice: sampling.Choices = None,
+    max_reasoning_tokens: sampling.MaxReasoning = None,
     acceptance: options.Acceptance = "invariant",
     drafter: options.Drafter = None,
     max_seq_len: options.MaxSeqLen = None,
@@ -131,6 +132,7 @@ def generate(
         regex=regex,
         grammar=sampling.text_or_file(grammar),
         choice=choice or None,
+        max_reasoning_tokens=max_reasoning_tokens,
     )
     llm = options.load(
         model,

@@ -22,6 +22,7 @@ __all__ = [
     "JsonSchema",
     "LogitBias",
     "Logprobs",
+    "MaxReasoning",
     "MinP",
     "MinTokens",
     "NumAnswers",
@@ -173,6 +174,17 @@ Choices = Annotated[
         "--choice",
         metavar="TEXT",
         help="A text the answer may be; may be repeated.",
+        show_default=False,
+        rich_help_panel=_PANEL,
+    ),
+]
+
+
+MaxReasoning = Annotated[
+    int | None,
+    typer.Option(
+        "--max-reasoning-tokens",
+        help="Most tokens of reasoning.",
         show_default=False,
         rich_help_panel=_PANEL,
     ),

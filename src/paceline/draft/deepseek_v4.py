@@ -22,6 +22,7 @@ from paceline.draft.chain import Columns, DraftChain, DraftScorer, log_prob_of_b
 from paceline.draft.proposer import DraftBinding, DraftProposer, DraftRunner, DraftShape
 from paceline.models.step import ChainingMtpBlock, MtpBlock, MtpInputs
 from paceline.ops.dense import DenseWeight
+from paceline.sampling.grammar import GrammarCursor
 from paceline.sampling.request import NON_FINITE, NOTHING_ALLOWED
 from paceline.types import (
     MAX_NUM_DRAFTS,
@@ -875,8 +876,14 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
             self._learn(states[i])
         if self._chaining is not None and len(live) == 1 and not masks and not steered:
             self._chain_one(requests, states, wanted, live[0], tokens, log_probs)
-        else:
+            return left
+        try:
             self._step_chain(requests, states, wanted, live, masks, tokens, log_probs, laws)
+        finally:
+            for i in steered:
+                grammar = requests[i].grammar
+                if grammar is not None:
+                    grammar.rollback(len(tokens[i]))
         return left
 
     # On the device
@@ -1044,10 +1051,21 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
                 # Whether a chain goes on must not depend on what was drawn, or laws would change.
                 if picked.best is not None and picked.best[row] < self._min_log_prob:
                     continue
+                grammar = requests[i].grammar if requests[i].sampler is not None else None
+                if grammar is not None and not grammar.advance(token):
+                    continue
                 tokens[i].append(token)
                 if log_probs is not None and picked.log_probs is not None:
                     log_probs[i].append(picked.log_probs[row])
-                if len(tokens[i]) < wanted[i]:
+                if grammar is not None:
+                    run = _forced_rest(grammar, wanted[i] - len(tokens[i]))
+                    tokens[i] += run
+                    if log_probs is not None and picked.log_probs is not None:
+                        log_probs[i] += [0.0] * len(run)
+                    if i in laws:
+                        laws[i] += [None] * len(run)
+                ended = grammar is not None and grammar.is_finished
+                if len(tokens[i]) < wanted[i] and not ended:
                     kept.append(row)
             if not kept:
                 return
@@ -1192,13 +1210,14 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         }
         for row, scores in rows.items():
             i = live[row]
-            sampler = requests[i].sampler
+            sampler, grammar = requests[i].sampler, requests[i].grammar
             assert sampler is not None
+            mask = masks.get(i) if grammar is None else grammar.mask()
             if i in laws:
-                ids[row], law = sampler.draw(scores, drafted=drafted[i], mask=masks.get(i))
+                ids[row], law = sampler.draw(scores, drafted=drafted[i], mask=mask)
                 laws[i].append(law)
             else:
-                ids[row] = sampler.pick(scores, drafted=drafted[i], mask=masks.get(i))
+                ids[row] = sampler.pick(scores, drafted=drafted[i], mask=mask)
         if not self._measure:
             return _Picked(ids, None, None)
         measured: list[float] = log_prob_of_best(
@@ -1209,6 +1228,21 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
             if ids[row] >= 0:
                 own[row] += float(scores[ids[row]]) - float(best[row])
         return _Picked(ids, measured, own)
+
+
+def _forced_rest(grammar: GrammarCursor, room: int) -> list[int]:
+    """The ids that fill a draft, walked over, where the grammar leaves no choice up to its end.
+
+    A shorter run is nothing: what is guessed behind it needs the rows that a chain writes.
+    """
+    run = grammar.forced(room)
+    if len(run) < room:
+        follower = grammar.copy()
+        if not run or not all(map(follower.advance, run)) or not follower.is_finished:
+            return []
+    for token in run:
+        grammar.advance(token)
+    return run
 
 
 @dataclass(frozen=True, slots=True)

@@ -295,10 +295,21 @@ class Drafting:
         pruned: list[Draft] = []
         for row, draft, count in zip(rows, drafts, kept, strict=True):
             self.num_pruned += draft.num_tokens - count
-            if draft.num_tokens and not count:
-                self.drop(row.sequence)
-            pruned.append(_shortened(draft, count))
+            pruned.append(self.shortened(row.sequence, draft, count))
         return pruned
+
+    def shortened(self, sequence: Sequence, draft: Draft, count: int) -> Draft:
+        """The first `count` of a draft's tokens; no verdict follows where none are left."""
+        if count == draft.num_tokens:
+            return draft
+        if not count:
+            self.drop(sequence)
+        return replace(
+            draft,
+            tokens=draft.tokens[:count],
+            confidence=None if draft.confidence is None else draft.confidence[:count],
+            laws=None if draft.laws is None else draft.laws[:count],
+        )
 
     def _propose_group(self, rows: Items[BatchRow]) -> list[Draft]:
         proposer = self.proposer
@@ -343,6 +354,7 @@ class Drafting:
             draft_embed_target=self._embed_target(sequence) if stays else None,
             sampler=None if sequence.picks_largest else sequence.sampler,
             draws=self._draws,
+            grammar=sequence.grammar,
         )
 
     def _propose_one(self, request: DraftRequest, state: Any) -> Any:
@@ -438,7 +450,8 @@ class Drafting:
             if fed.row.reads:
                 self._feed_known(fed, hiddens[fed.start : fed.end])
                 continue
-            if fed.accepted:
+            # Without a proposal the pair before these is lacking too; all of them come later.
+            if fed.accepted and fed.row.proposed:
                 caught.append(fed)
             if not fed.row.proposed and self._ring > 1:
                 self._behind.add(fed.row.sequence.id)
@@ -607,14 +620,6 @@ class Drafting:
                 type(self.proposer).__name__,
                 self.num_failures,
             )
-
-
-def _shortened(draft: Draft, count: int) -> Draft:
-    if count == draft.num_tokens:
-        return draft
-    confidence = None if draft.confidence is None else draft.confidence[:count]
-    laws = None if draft.laws is None else draft.laws[:count]
-    return replace(draft, tokens=draft.tokens[:count], confidence=confidence, laws=laws)
 
 
 def may_draft(sequence: Sequence, emitted: int) -> bool:

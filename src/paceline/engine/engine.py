@@ -7,7 +7,7 @@ There is one path. Without a proposer every draft is empty and every decoding ro
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -29,6 +29,7 @@ from paceline.engine.runner import RowInputs, Runner
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import Batch, BatchRow, Sequence, TextEnd
 from paceline.models.step import TargetModel, TargetOutput
+from paceline.sampling.grammar import GrammarCursor, Words, walk
 from paceline.sampling.logprobs import token_logprobs
 from paceline.sampling.request import Sampler
 from paceline.types import (
@@ -304,6 +305,7 @@ class Engine:
         after: int | None = None,
         text_end: TextEnd | None = None,
         bad_word_ids: Iterable[Items[int]] = (),
+        grammar: GrammarCursor | None = None,
     ) -> int:
         """Queue a request and return its number.
 
@@ -316,11 +318,14 @@ class Engine:
                 are there to be shared.
             text_end: who ends the request by its text; needed where `params.stop` is given.
             bad_word_ids: `params.bad_words` as ids, every spelling of each.
+            grammar: what the answer follows, before its first id; the engine's from now on. Needed
+                where the parameters ask for a grammar.
 
         Raises:
             RequestError: the prompt is empty, too long or holds what is no id, another id is none,
                 the parameters leave no token to emit, drafts are asked of an engine without a
-                proposer, or texts are given that nobody turned into ids. Others are not touched.
+                proposer, or texts are given that nobody made ids or a grammar of. Others are not
+                touched.
         """
         tokens = list(prompt_ids)
         limit, vocab = self.max_seq_len, self.config.vocab_size
@@ -332,8 +337,13 @@ class Engine:
                 f"room for one more under the context limit of {limit}"
             )
         words = [tuple(word) for word in bad_word_ids]
-        for given, done in (("stop", text_end is not None), ("bad_words", bool(words))):
-            if getattr(params, given) and not done:
+        readers = {"stop": text_end is not None, "bad_words": bool(words)}
+        shapes = ("json_schema", "json_object", "regex", "grammar", "choice")
+        for shape in (*shapes, "max_reasoning_tokens"):
+            readers[shape] = grammar is not None
+        for given, done in readers.items():
+            asked = getattr(params, given)
+            if asked is not None and asked is not False and not done:
                 raise RequestError(
                     f"{given} is {getattr(params, given)!r}, but there is no tokenizer to read it "
                     "with; allowed is None"
@@ -372,6 +382,7 @@ class Engine:
                 bad_word_ids=words,
                 sample=sample,
             ),
+            grammar=grammar,
             text_end=text_end,
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
@@ -491,22 +502,45 @@ class Engine:
 
     def _draft(self, batch: Batch) -> list[Draft]:
         drafts = [_NOTHING] * len(batch.rows)
-        if self.drafting is None:
-            return drafts
         asking: list[int] = []
+        ruled: list[int] = []
         for index, row in enumerate(batch.rows):
-            if row.max_drafts and self.drafting.has_state(row.sequence):
+            grammar = row.sequence.grammar
+            drafts_for = self.drafting is not None and self.drafting.has_state(row.sequence)
+            if grammar is not None and row.emits:
+                ruled.append(index)
+                forced = grammar.forced(row.max_drafts) if row.max_drafts else []
+                # A run that leaves room is left to a drafter, whose masks force it too and which
+                # goes on behind it.
+                if forced and (len(forced) == row.max_drafts or not drafts_for):
+                    drafts[index] = Draft(tokens=forced, source="grammar")
+                    continue
+            if row.max_drafts and drafts_for:
                 asking.append(index)
-        if asking:
+        if asking and self.drafting is not None:
             answers = self.drafting.propose([batch.rows[index] for index in asking])
             for index, draft in zip(asking, answers, strict=True):
                 drafts[index] = draft
+        for index in ruled:
+            drafts[index] = self._walked(batch.rows[index], drafts[index])
         return drafts
+
+    def _walked(self, row: BatchRow, draft: Draft) -> Draft:
+        """A draft without what its grammar forbids; notes the masks of the rows that are left."""
+        if draft.device_tokens is not None:
+            ids: list[int] = draft.device_tokens.tolist()
+            draft = replace(draft, tokens=ids, device_tokens=None)
+        assert row.sequence.grammar is not None
+        row.masks = walk(row.sequence.grammar, draft.tokens)
+        legal = len(row.masks) - 1
+        if legal == draft.num_tokens or self.drafting is None:
+            return draft
+        return self.drafting.shortened(row.sequence, draft, legal)
 
     def _drop(self, batch: Batch, drafts: list[Draft]) -> None:
         """Take back drafts that no verdict will follow."""
         for row, draft in zip(batch.rows, drafts, strict=True):
-            if draft.num_tokens and self.drafting is not None:
+            if draft.num_tokens and row.proposed and self.drafting is not None:
                 self.drafting.drop(row.sequence)
 
     # Run
@@ -569,8 +603,12 @@ class Engine:
                 [drafts[i] for i in ruled],
                 [_sampler(batch.rows[i].sequence) for i in ruled],
                 [starts[i] for i in ruled],
+                [batch.rows[i].masks for i in ruled],
             )
             for index, verdict in zip(ruled, found, strict=True):
+                grammar = batch.rows[index].sequence.grammar
+                if verdict.error and grammar is not None and grammar.error is not None:
+                    verdict = replace(verdict, error=f"the grammar fails: {grammar.error}")
                 verdicts[index] = verdict
         return verdicts
 
@@ -580,17 +618,19 @@ class Engine:
         drafts: list[Draft],
         samplers: list[Sampler],
         offsets: list[int],
+        masks: Items[list[Words] | None],
     ) -> list[Verdict]:
         """The verdicts of the engine's rule."""
         tokens = [draft.tokens for draft in drafts]
         if self.acceptance == "invariant":
-            return verify.invariant(logits, tokens, samplers, offsets=offsets)
+            return verify.invariant(logits, tokens, samplers, offsets=offsets, masks=masks)
         return verify.rejection(
             logits,
             tokens,
             samplers,
             laws=[draft.laws or [None] * len(draft.tokens) for draft in drafts],
             offsets=offsets,
+            masks=masks,
             block=self.acceptance == "block",
         )
 
@@ -625,7 +665,7 @@ class Engine:
             accepted, ends = 0, False
             if verdict is not None:
                 accepted = verdict.num_accepted
-                if draft and self.drafting is not None:
+                if draft and row.proposed and self.drafting is not None:
                     self.drafting.after_verify(sequence, accepted)
                 if verdict.error:
                     self._runner.scrub(sequence.handle)
@@ -683,7 +723,7 @@ class Engine:
     ) -> Emission:
         """Append what the verdict gives, up to the token that ends the sequence.
 
-        An id or a text that ends it is looked for before its length.
+        An id, a grammar or a text that ends it is looked for before its length.
         """
         stats = self._requests[sequence.id].stats
         first = sequence.num_emitted == 0
@@ -703,7 +743,10 @@ class Engine:
         taken: list[int] = []
         for token in given:
             taken.append(token)
-            if token in sequence.stop_ids:
+            if sequence.grammar is not None:
+                sequence.grammar.advance(token)
+            finished = sequence.grammar is not None and sequence.grammar.is_finished
+            if finished or token in sequence.stop_ids:
                 reason = FinishReason.STOP
                 break
             if len(taken) == room:
@@ -824,7 +867,8 @@ def _note_prompt(row: BatchRow, logits: torch.Tensor) -> None:
     """
     sequence, params = row.sequence, row.sequence.params
     listed = sequence.prompt_logprobs
-    assert listed is not None and params.prompt_logprobs is not None
+    assert listed is not None
+    assert params.prompt_logprobs is not None
     # A request that was pre-empted reads anew what it has listed before.
     first, end = len(listed), min(row.first + row.width + 1, sequence.prompt_len)
     ids = sequence.tokens[first:end]

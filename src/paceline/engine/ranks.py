@@ -42,6 +42,9 @@ E = TypeVar("E")
 
 _STOP = "stop"
 
+_UNKNOWN = 2**63 - 1
+"""A budget beyond any context."""
+
 
 @dataclass(frozen=True, slots=True)
 class StateHandle:
@@ -151,6 +154,7 @@ class _Rank(Generic[S]):
         Raises:
             RankError: it failed on some rank, or the ranks differ; the states it touched begin
                 anew then, on all ranks.
+            Exception: all ranks raised it alike, such as a refusal; nothing else happens.
         """
         self.group.begin()
         answer: Any = None
@@ -160,8 +164,8 @@ class _Rank(Generic[S]):
             try:
                 answer = self._call(command)
             except Exception as error:
-                self.group.fail(error)
-                if isinstance(error, RankError):
+                alike = self.group.fail(error)
+                if alike or isinstance(error, RankError):
                     raise
                 text = f"rank {self.group.rank} failed: {type(error).__name__}: {error}"
                 raise RankError(text) from error
@@ -218,6 +222,8 @@ class _Rank(Generic[S]):
 
     def _tokens(self, arg: dict[str, Any]) -> list[int]:
         tokens = self._there(arg["told"]).tokens
+        if len(tokens) < arg["keep"]:
+            raise LookupError(f"{arg['keep']} tokens of state {arg['told']} are not there")
         tokens[arg["keep"] :] = arg["more"]
         return tokens if arg["length"] == len(tokens) else tokens[: arg["length"]]
 
@@ -258,8 +264,9 @@ class LeadingProposer(DraftProposer[StateHandle]):
 
     Made by `lead`. Every call that changes a state or runs a forward is a command to all ranks and
     ends when all of them agree that it went well. If it raised on one, if a rank died, or if the
-    ranks answer differently, it raises on all and costs its drafts; the states that it touched
-    begin anew. Questions are answered on rank 0. Drafts are always given as ids on the host.
+    ranks answer differently, it raises `RankError` on all and costs its drafts; the states that it
+    touched begin anew. What all ranks raise alike is raised as it is. Questions are answered on
+    rank 0. Drafts are always given as ids on the host.
 
     Args:
         inner: rank 0's part.
@@ -323,12 +330,8 @@ class LeadingProposer(DraftProposer[StateHandle]):
     # Commands
 
     def alloc_state(self) -> StateHandle:
-        """Refuse: what is mirrored needs the budget.
-
-        Raises:
-            ConfigError: always; `alloc_state_for` is the way.
-        """
-        raise ConfigError("alloc_state on several ranks; allowed is alloc_state_for(budget_tokens)")
+        """Make a state of unknown budget on every rank."""
+        return self.alloc_state_for(_UNKNOWN)
 
     def alloc_state_for(self, budget_tokens: int) -> StateHandle:
         """Make a state on every rank."""
@@ -468,7 +471,7 @@ class LeadingProposer(DraftProposer[StateHandle]):
         self._send(command)
         try:
             return self._rank.run(command)
-        except RankError:
+        except Exception:
             # Some rank may not have come to the tokens; the next command brings all of them.
             for number in _states(command):
                 self._told.pop(number, None)
@@ -557,7 +560,7 @@ def follow(group: RankGroup, proposer: DraftProposer[Any], *, debug: bool = Fals
             return num_commands
         try:
             rank.run(command)
-        except RankError as error:
+        except Exception as error:
             if group.is_broken:
                 raise
             if not told:

@@ -10,6 +10,7 @@ from paceline.cache.state import SequenceCache
 from paceline.types import BlockId, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
+    from paceline.sampling.grammar import GrammarCursor, Words
     from paceline.sampling.request import Sampler
 
 __all__ = ["Admission", "Batch", "BatchRow", "PrefixHit", "Sequence", "TextEnd"]
@@ -50,6 +51,7 @@ class Sequence:
         num_cached: tokens of the prompt that a cache of prefixes had when it was first admitted;
             None before.
         sampler: what picks its tokens; kept through pre-emption, since it holds the history.
+        grammar: what it must follow, standing behind its last token, or None.
         text_end: who ends it by its text, or None.
         prompt_logprobs: those of the prompt's ids that were computed so far, or None where nobody
             wants them.
@@ -66,6 +68,7 @@ class Sequence:
     cache: SequenceCache | None = None
     num_cached: int | None = None
     sampler: Sampler | None = None
+    grammar: GrammarCursor | None = None
     text_end: TextEnd | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
 
@@ -87,7 +90,7 @@ class Sequence:
     @property
     def picks_largest(self) -> bool:
         """Whether this and every later token is the model's largest logit."""
-        return self.sampler is None or self.sampler.is_argmax
+        return self.grammar is None and (self.sampler is None or self.sampler.is_argmax)
 
     @property
     def handle(self) -> SequenceCache:
@@ -110,6 +113,7 @@ class BatchRow:
         max_drafts: drafts that may be verified behind them; 0 where it reads.
         proposed: whether a proposer was asked for this row.
         num_fed: last rows, drafts included, whose streams the drafting wants.
+        masks: what the grammar allows in each row that is verified; None without a grammar.
     """
 
     sequence: Sequence
@@ -120,6 +124,7 @@ class BatchRow:
     max_drafts: int = 0
     proposed: bool = False
     num_fed: int = 0
+    masks: list[Words] | None = None
 
     @property
     def emits(self) -> bool:

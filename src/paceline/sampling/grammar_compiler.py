@@ -34,7 +34,8 @@ overflows would end the process. Reserved only, not used."""
 
 
 _TRIED_TOKENS = 64
-_MAX_MASK_SECONDS = 0.1
+_TRIED_SECONDS = 0.5
+_MAX_MASK_SECONDS = 0.05
 _SLOW_IN_A_ROW = 3
 
 
@@ -201,17 +202,19 @@ def _try_out(cursor: GrammarCursor, spec: GrammarSpec) -> None:
         RequestError: its masks would hold up every step.
     """
     chance = random.Random(0)
-    slow = 0
+    slow, spent = 0, 0.0
     for _ in range(_TRIED_TOKENS):
         start = perf_counter()
         words = cursor.mask()
-        slow = slow + 1 if perf_counter() - start > _MAX_MASK_SECONDS else 0
-        if slow == _SLOW_IN_A_ROW:
+        seconds = perf_counter() - start
+        spent += seconds
+        slow = slow + 1 if seconds > _MAX_MASK_SECONDS else 0
+        if slow == _SLOW_IN_A_ROW or seconds > _TRIED_SECONDS:
             raise RequestError(
                 f"the {spec.kind} needs more than {_MAX_MASK_SECONDS:g} s per token; allowed are "
                 "simpler ones"
             )
-        if cursor.is_finished or not words.any():
+        if cursor.is_finished or not words.any() or spent > _TRIED_SECONDS:
             return
         place = chance.choice(np.flatnonzero(words).tolist())
         word = int(words[place]) & 0xFFFFFFFF

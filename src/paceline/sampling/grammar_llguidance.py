@@ -62,8 +62,11 @@ class LlguidanceLibrary:
         """
         try:
             text = self._written(spec)
-        except RecursionError:
-            raise RequestError(f"the {spec.kind} nests too deep") from None
+        except ValueError as error:
+            # Errors of a request are ValueErrors too, and say already what is wrong.
+            if isinstance(error, RequestError):
+                raise
+            raise RequestError(f"the {spec.kind} cannot be served: {error}") from None
         matcher = llguidance.LLMatcher(self._tokenizer, text, limits=self._limits, log_level=0)
         if matcher.is_error():
             raise RequestError(f"the {spec.kind} cannot be served: {_reason(matcher)}")
