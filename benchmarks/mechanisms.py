@@ -27,7 +27,7 @@ from paceline.draft import DeepseekV4MtpHead
 from paceline.engine import Engine
 from paceline.types import MAX_NUM_DRAFTS, DrafterKv, SpeculationStats
 
-PROMPT_ROWS = (127, 64, 32, 8, 0)
+PROMPT_ROWS = (127, 32, 8, 0)
 VOCABULARIES = (0, 4096, 2048, 1024)
 THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 0.8)
 KEPT = (1.0, 0.8, 0.6, 0.4)
@@ -96,7 +96,7 @@ class Work:
 
 def finished(llm: LLM, prompts: list[Any], params: SamplingParams) -> list[Any]:
     """Results of all prompts; a failure ends the benchmark."""
-    done: list[Any] = llm.generate(prompts, params)
+    done: list[Any] = llm.generate(prompts, params, allow_special=True)
     if failed := [r.error for r in done if r.error]:
         raise SystemExit(f"error: {failed[0]}")
     if llm.engine.num_proposer_failures:

@@ -129,16 +129,19 @@ class RowsDrafter(DraftProposer[RowsState]):
         return self._collapse(hiddens) if self.policy.collapsed and self._collapse else hiddens
 
     def _inputs(
-        self, tokens: Sequence[int], streams: Streams, key: int, held: int, slot: int
-    ) -> Any:
-        count = len(tokens)
-        keys = torch.arange(key, key + count)
+        self,
+        tokens: Sequence[int],
+        streams: Streams,
+        keys: Sequence[int],
+        slots: Sequence[int],
+        first_keys: Sequence[int],
+    ) -> MtpInputs:
         return MtpInputs(
             embeds=self._embed.gather(torch.tensor(tokens)),
             hiddens=streams.contiguous(),
-            keys=keys,
-            slots=torch.full((count,), slot),
-            first_keys=torch.full((count,), key - held),
+            keys=torch.tensor(keys),
+            slots=torch.tensor(slots),
+            first_keys=torch.tensor(first_keys),
         )
 
     def _append(self, tokens: Sequence[int], streams: Streams, key: int, state: RowsState) -> int:
@@ -146,7 +149,9 @@ class RowsDrafter(DraftProposer[RowsState]):
         most = MAX_NUM_DRAFTS + 1
         for at in range(0, len(tokens), most):
             some = tokens[at : at + most]
-            inputs = self._inputs(some, streams[at : at + most], key + at, 0, state.slot)
+            keys = range(key + at, key + at + len(some))
+            slots = [state.slot] * len(some)
+            inputs = self._inputs(some, streams[at : at + most], keys, slots, keys)
             self._block.write_rows(inputs, self._ring)
             state.rows += self._read(state.slot, key + at, len(some))
         state.last_key = key + len(tokens) - 1
@@ -179,25 +184,49 @@ class RowsDrafter(DraftProposer[RowsState]):
         return self._append(tokens, rows, start, state)
 
     def propose(self, request: DraftRequest, state: RowsState) -> Draft:
-        """Draft one by one."""
-        key = request.position - 1
-        held = state.rows = state.rows[-(self._window - 1) :]
-        if held:
-            places = torch.arange(key - len(held), key) % self._ring.rows.shape[1]
-            self._ring.rows[state.slot, places] = torch.stack(held)
-        streams = self._streams(request.target_hidden[None], key, state)
-        token, tokens = request.last_token, list[int]()
-        while len(tokens) < request.num_drafts:
-            at = key + len(tokens)
-            inputs = self._inputs([token], streams, at, len(held) + len(tokens), state.slot)
+        """Draft for one."""
+        return self.propose_batch((request,), (state,))[0]
+
+    def propose_batch_max(self) -> int:
+        """As many as there are slots."""
+        return self._ring.inert_slot
+
+    def propose_batch(
+        self, requests: Sequence[DraftRequest], states: Sequence[RowsState]
+    ) -> list[Draft]:
+        """One forward for each draft position, over the sequences that go on."""
+        keys = [request.position - 1 for request in requests]
+        tokens = [[request.last_token] for request in requests]
+        streams = []
+        for request, state, key in zip(requests, states, keys, strict=True):
+            held = state.rows = state.rows[-(self._window - 1) :]
+            if held:
+                places = torch.arange(key - len(held), key) % self._ring.rows.shape[1]
+                self._ring.rows[state.slot, places] = torch.stack(held)
+            streams.append(self._streams(request.target_hidden[None], key, state))
+        live = list(range(len(requests)))
+        while live:
+            inputs = self._inputs(
+                [tokens[i][-1] for i in live],
+                torch.cat([streams[i] for i in live]),
+                [keys[i] + len(tokens[i]) - 1 for i in live],
+                [states[i].slot for i in live],
+                [keys[i] - len(states[i].rows) for i in live],
+            )
             output = self._block.forward(inputs, self._ring)
-            streams = output.streams.clone()
-            token = int(self._head.matmul(output.normed).argmax(-1))
-            tokens.append(token)
-        state.drafted = self._read(state.slot, key, len(tokens))
-        state.num_drafted = len(tokens)
-        state.last_key = key
-        return Draft(tokens=tokens)
+            best = self._head.matmul(output.normed).argmax(-1).tolist()
+            for row, i in enumerate(live):
+                streams[i] = output.streams[row : row + 1].clone()
+                tokens[i].append(best[row])
+            live = [i for i in live if len(tokens[i]) <= requests[i].num_drafts]
+        drafts = []
+        for state, key, some in zip(states, keys, tokens, strict=True):
+            drafted = some[1:]
+            state.drafted = self._read(state.slot, key, len(drafted))
+            state.num_drafted = len(drafted)
+            state.last_key = key
+            drafts.append(Draft(tokens=drafted))
+        return drafts
 
     def after_verify(self, num_accepted: int, state: RowsState) -> None:
         """Keep what the policy keeps."""

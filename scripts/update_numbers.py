@@ -321,8 +321,9 @@ def acceptance_rows_sentence(result: Result) -> str:
     return (
         f"At K = {run['num_drafts']} over all classes a step yields {length['exact']:.3f} tokens "
         f"with exact rows, {length['recursion']:.3f} with the rows the recursion left, "
-        f"{length['short']:.3f} where a row is lost at each step, {length['no_prompt']:.3f} without "
-        f"the prompt, {length['collapsed']:.3f} from collapsed streams, and {length['blind']:.3f} "
+        f"{length['short']:.3f} where a row is lost at each step, {length['no_prompt']:.3f} "
+        f"without the prompt, {length['collapsed']:.3f} from collapsed streams, and "
+        f"{length['blind']:.3f} "
         "with the last three together"
     )
 

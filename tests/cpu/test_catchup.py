@@ -122,6 +122,42 @@ def test_each_of_a_batch_pauses_as_it_likes() -> None:
     assert proposer.calls["catchup_drafter"] > 10
 
 
+def test_pairs_of_accepted_drafts_that_were_declined_are_part_of_the_pause() -> None:
+    """A drafter that does not take accepted drafts gets them with the rest, streams and all."""
+    prompt = [5, 6, 7]
+
+    class Declining(Telling):
+        caught: tuple[int, list[int]] = (0, [])
+
+        def propose(self, request: DraftRequest, state: Any) -> Draft:
+            super().propose(request, state)
+            tokens = continuation(list(request.history), request.num_drafts)
+            state.num_drafted = len(tokens)
+            return Draft(tokens=tokens)
+
+        def catchup_batch(self, *args: Any) -> int:
+            return 0
+
+        def catchup_drafter(
+            self, tokens: Any, hiddens: Any, row_base: int, pos_base: int, state: Any
+        ) -> int:
+            assert [int(s[0, 0]) for s in hiddens] == [pos_base - 1 + n for n in range(len(tokens))]
+            self.caught = pos_base, list(tokens)
+            return ContextProposer.catchup_batch(self, [tokens], [hiddens], [pos_base], [state])
+
+    proposer = Declining()
+    engine = toy_engine(
+        config=NO_EOS, proposer=proposer, num_drafts="auto", lengths=Ordered(paused(1, 4))
+    )
+    engine.add(prompt, AUTO)
+    for _ in range(1 + 1 + 4 + 1):
+        engine.step()
+    assert engine.num_proposer_failures == 0
+    said = [*prompt, *continuation(prompt, 40)]
+    # The first propose, at position 3, wrote key 2; then three drafts and five more tokens came.
+    assert proposer.caught == (4, said[4:11])
+
+
 def test_a_pause_that_lasts_to_the_end_is_never_told_of() -> None:
     proposer = Telling()
     engine = toy_engine(

@@ -99,6 +99,24 @@ def test_rows_that_are_refused_at_the_return_are_freed_and_read_anew() -> None:
     assert not proposer.carried
 
 
+def test_what_came_back_once_and_is_refused_the_next_time_is_read_anew() -> None:
+    proposer = Carrying(oracle)
+    engine = toy_engine(config=NO_EOS, proposer=proposer, num_drafts=3)
+    engine.add(prompt_of(50), SamplingParams(max_tokens=40))
+    for refuses in (False, True):
+        proposer.refuses = refuses
+        for _ in range(3):
+            engine.step()
+        preempt(engine)
+        engine.step()
+    known = engine._requests[0].sequence.tokens
+    (state,) = proposer.live
+    # All pairs but that of the token sampled last.
+    assert state["pairs"] == {key: known[key + 1] for key in range(len(known) - 2)}
+    run(engine)
+    assert engine.num_proposer_failures == 0
+
+
 def test_rows_of_one_that_has_too_little_left_to_draft_for_are_freed_at_its_return() -> None:
     proposer = Carrying(oracle)
     engine = toy_engine(config=NO_EOS, proposer=proposer, num_drafts=2)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,14 +17,13 @@ from sampling_kit import p_value
 from support import make_rig
 from toy import EOS, RULES, VOCAB, Carrying, ToyModel, next_token, run, toy_config, toy_engine
 
-from paceline import LLM, SamplingParams, bundled_model_path
+from paceline import SamplingParams
 from paceline.cache.pools import CachePools
-from paceline.draft import AntiProposer, DeepseekV4MtpHead, OracleProposer
+from paceline.draft import DeepseekV4MtpHead
 from paceline.engine import Emission, Engine
 from paceline.models.deepseek_v4.checkpoint import Weights
 from paceline.models.step import StepInputs, TargetOutput
 from paceline.sampling.logprobs import token_logprobs
-from paceline.text import Tokenizer
 from paceline.types import ConfigError, Draft, DraftRequest, FinishReason, RequestError
 
 TABLE = (np.random.default_rng(5).standard_normal((VOCAB, VOCAB)) * 2).astype(np.float32)
@@ -98,7 +96,6 @@ class Picking(Carrying):
         self.laws_given += len(laws)
         return dataclasses.replace(draft, laws=laws[: len(draft.tokens)]) if laws else draft
 
-
     def free_state(self, state: Any) -> None:
         # By identity: states of sequences that stand alike are equal.
         self.live[:] = [one for one in self.live if one is not state]
@@ -146,9 +143,7 @@ class Asked:
         sample = knobs.pop("sample", 0)
         if engine.drafting is not None and self.num_drafts is not None:
             knobs["num_drafts"] = self.num_drafts
-        return engine.add(
-            self.prompt, SamplingParams(**knobs), bad_word_ids=words, sample=sample
-        )
+        return engine.add(self.prompt, SamplingParams(**knobs), bad_word_ids=words, sample=sample)
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
@@ -274,7 +269,7 @@ def test_drafts_of_the_targets_own_law_are_all_accepted(acceptance: Any) -> None
             model=SpreadToy(), proposer=proposer, num_drafts=4, acceptance=acceptance
         )
         number = Asked(prompt_of(7, 4), knobs).add(engine)
-        run(engine)[number]
+        assert len(run(engine)[number]) > 1
         assert engine.speculation.num_accepted == engine.speculation.num_drafted > 0
         assert proposer.laws_given > 0
 
@@ -412,7 +407,8 @@ def test_log_probabilities_are_the_raw_logits_at_every_position(
     got = [one for e in emissions for one in e.logprobs or ()]
     assert got == token_logprobs(rows[len(asked.prompt) - 1 :], tokens, top=3)
     first = emissions[0].prompt_logprobs
-    assert first is not None and first[0] is None
+    assert first is not None
+    assert first[0] is None
     assert first[1:] == token_logprobs(rows, asked.prompt[1:], top=2)
     assert all(e.prompt_logprobs is None for e in emissions[1:])
     assert number == emissions[0].request_id
@@ -471,7 +467,7 @@ def rig_engine(weights: Weights, **options: Any) -> Engine:
 
 
 # What an untrained head says has nothing to do with its target; a bias makes them agree at times.
-LEAN = {token: 60.0 for token in range(8)}
+LEAN = dict.fromkeys(range(8), 60.0)
 
 
 @pytest.mark.parametrize(
@@ -489,9 +485,9 @@ def test_the_head_drafts_with_every_knob_and_changes_nothing(
         Asked(p, {"logit_bias": LEAN, **k, "ignore_eos": True})
         for p, k in zip(prompts, [*KNOBS.values(), {"logit_bias": None}], strict=True)
     ]
+    engine = rig_engine(tiny_weights)
     want = []
     for one in asked:
-        engine = rig_engine(tiny_weights)
         number = one.add(engine, num_drafts=0)
         want.append(outcome(run(engine)[number]))
     engine = rig_engine(tiny_weights, **options)
@@ -506,9 +502,7 @@ def test_the_head_drafts_with_every_knob_and_changes_nothing(
 
 
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
-def test_the_head_gives_laws_to_the_rejection_rules(
-    tiny_weights: Weights, acceptance: Any
-) -> None:
+def test_the_head_gives_laws_to_the_rejection_rules(tiny_weights: Weights, acceptance: Any) -> None:
     engine = rig_engine(tiny_weights, acceptance=acceptance)
     asked = Asked([5, 6, 7], {"temperature": 100.0, "logit_bias": LEAN, "max_tokens": 30})
     number = asked.add(engine, ignore_eos=True)
@@ -517,233 +511,6 @@ def test_the_head_gives_laws_to_the_rejection_rules(
     assert engine.num_proposer_failures == 0
     # Laws so flat overlap, and most drafts are accepted.
     assert engine.speculation.acceptance_rate > 0.5
-
-
-# Text
-
-
-@pytest.fixture(scope="module")
-def bundled() -> Iterator[LLM]:
-    with LLM(num_drafts=3, max_seq_len=512) as llm:
-        yield llm
-
-
-PROMPT = "def main(argv):\n"
-
-
-def scripted(llm: LLM, proposer: Any, **options: Any) -> LLM:
-    """A door to the same target with another drafter."""
-    model = llm.engine._runner._model
-    engine = Engine(
-        model, llm.config, proposer=proposer, num_drafts=8, max_seq_len=512, **options
-    )
-    return LLM.from_engine(engine, llm.tokenizer)
-
-
-def test_a_stop_text_cuts_at_every_row_of_an_accepted_block(bundled: LLM) -> None:
-    params = SamplingParams(max_tokens=24, logprobs=1, num_drafts=0)
-    (plain,) = bundled.generate(PROMPT, params)
-    whole = [*plain.prompt_token_ids, *plain.token_ids]
-    tokenizer = bundled.tokenizer
-    assert tokenizer is not None
-    ends = [len(tokenizer.decode(plain.token_ids[: i + 1])) for i in range(24)]
-    llm = scripted(bundled, OracleProposer([whole]))
-    cuts = set()
-    for last in range(1, 24):
-        # Two characters around the end of token last - 1, so that most straddle tokens.
-        begin = max(0, ends[last - 1] - 1)
-        stop = plain.text[begin : ends[last - 1] + 1]
-        if plain.text.find(stop) != begin or len(stop) < 2:
-            continue
-        (got,) = llm.generate(PROMPT, dataclasses.replace(params, stop=[stop], num_drafts=8))
-        assert got.text == plain.text[:begin]
-        assert got.token_ids == plain.token_ids[: last + 1]
-        assert (got.finish_reason, got.stop_reason) == ("stop", stop)
-        assert got.usage.completion_tokens == len(got.token_ids) == len(got.drafted)
-        assert got.logprobs is not None and len(got.logprobs) == len(got.token_ids)
-        assert [one.id for one in got.logprobs] == got.token_ids
-        (off,) = bundled.generate(PROMPT, dataclasses.replace(params, stop=[stop]))
-        assert (off.text, off.token_ids) == (got.text, got.token_ids)
-        kept = SamplingParams(
-            max_tokens=24, stop=[stop], num_drafts=8, include_stop_str_in_output=True
-        )
-        chunks = list(llm.stream(PROMPT, kept))
-        assert "".join(chunk.text for chunk in chunks) == plain.text[: begin + len(stop)]
-        assert [t for chunk in chunks for t in chunk.token_ids] == got.token_ids
-        cuts.add((last - 1) % 9)
-        assert got.speculation.num_accepted > 0 or last < 2
-    assert len(cuts) >= 7
-    llm.engine.check_idle()
-
-
-def test_stop_comes_before_length_and_after_min_tokens(bundled: LLM) -> None:
-    (plain,) = bundled.generate(PROMPT, SamplingParams(max_tokens=30))
-    assert bundled.tokenizer is not None
-    upto = bundled.tokenizer.decode(plain.token_ids[:6])
-    stop = upto[-3:]
-    assert plain.text.find(stop) == len(upto) - 3
-    for num_drafts in (0, 3, 8):
-
-        def answer(num_drafts: int = num_drafts, **knobs: Any) -> Any:
-            return bundled.generate(PROMPT, SamplingParams(num_drafts=num_drafts, **knobs))[0]
-
-        assert answer(max_tokens=6, stop=stop).finish_reason == "stop"
-        assert answer(max_tokens=5, stop=stop).finish_reason == "length"
-        assert answer(max_tokens=5, stop=stop).text == bundled.tokenizer.decode(
-            plain.token_ids[:5]
-        )
-        assert answer(max_tokens=30, min_tokens=5, stop=stop).token_ids == plain.token_ids[:6]
-        spared = answer(max_tokens=30, min_tokens=6, stop=stop)
-        assert len(spared.token_ids) > 6
-        assert spared.text.startswith(upto)
-        third = plain.token_ids[2]
-        by_id = answer(max_tokens=30, stop_token_ids=[third])
-        assert by_id.stop_reason == third == by_id.token_ids[-1]
-        assert len(by_id.token_ids) == plain.token_ids.index(third) + 1
-
-
-def test_several_answers_share_the_prompt_and_are_told_apart(bundled: LLM) -> None:
-    bundled.engine.clear_prefix_cache()
-    prompts = [PROMPT * 40, [3, 4, 5]]
-    params = SamplingParams(
-        max_tokens=10, temperature=1.0, n=3, seed=11, logprobs=0, prompt_logprobs=1
-    )
-    results = bundled.generate(prompts, params)
-    assert [r.sample_index for r in results] == [0, 1, 2] * 2
-    assert [r.prompt_token_ids for r in results[3:]] == [[3, 4, 5]] * 3
-    assert results[0].usage.cached_tokens == 0
-    whole_blocks = (len(results[0].prompt_token_ids) - 1) // 128 * 128
-    assert [r.usage.cached_tokens for r in results[1:3]] == [whole_blocks] * 2
-    assert whole_blocks > 0
-    assert len({tuple(r.token_ids) for r in results[:3]}) == 3
-    single = dataclasses.replace(params, n=1)
-    assert bundled.generate(prompts[0], single)[0].token_ids == results[0].token_ids
-    for result in results:
-        assert result.prompt_logprobs is not None
-        assert len(result.prompt_logprobs) == len(result.prompt_token_ids)
-    again = bundled.generate(prompts, dataclasses.replace(params, num_drafts=0))
-    assert [r.token_ids for r in again] == [r.token_ids for r in results]
-    unseeded = [
-        r.token_ids
-        for _ in range(2)
-        for r in bundled.generate([3, 4, 5], dataclasses.replace(params, seed=None))
-    ]
-    assert len(set(map(tuple, unseeded))) == 6
-    streamed: dict[int, list[int]] = {}
-    for chunk in bundled.stream(prompts[0], params):
-        streamed.setdefault(chunk.sample_index, []).extend(chunk.token_ids)
-    assert [streamed[i] for i in range(3)] == [r.token_ids for r in results[:3]]
-    bundled.engine.check_idle()
-
-
-def test_leaving_early_frees_answers_that_wait_for_the_first(bundled: LLM) -> None:
-    for _ in bundled.stream(PROMPT * 60, SamplingParams(temperature=1.0, n=4, max_tokens=4)):
-        break
-    bundled.engine.check_idle()
-    first = bundled.engine.add([5, 6, 7], SamplingParams(max_tokens=3))
-    second = bundled.engine.add([5, 6, 7], SamplingParams(max_tokens=3), after=first)
-    assert bundled.engine.abort(second)
-    assert bundled.engine.abort(first)
-    bundled.engine.check_idle()
-    first = bundled.engine.add([5, 6, 7], SamplingParams(max_tokens=3))
-    second = bundled.engine.add([5, 6, 7], SamplingParams(max_tokens=3), after=first)
-    assert bundled.engine.abort(first)
-    out: dict[int, list[Emission]] = {}
-    while bundled.engine.has_work:
-        for emission in bundled.engine.step():
-            out.setdefault(emission.request_id, []).append(emission)
-    assert list(out) == [second]
-    bundled.engine.check_idle()
-
-
-@pytest.mark.parametrize("knob", ["temperature", "repetition_penalty", None])
-def test_the_bundled_models_log_probabilities_are_a_teacher_forced_passs(
-    bundled: LLM, knob: str | None
-) -> None:
-    knobs = {"max_tokens": 40, "seed": 1, "logprobs": 4, "prompt_logprobs": 2, "ignore_eos": True}
-    knobs |= KNOBS[knob] if knob else {}
-    (result,) = bundled.generate(PROMPT * 3, SamplingParams(**knobs))
-    assert result.speculation.num_accepted > 0
-    assert result.logprobs is not None and result.prompt_logprobs is not None
-    ids = [*result.prompt_token_ids, *result.token_ids]
-    # Its prompt is the whole text, so that its prompt's log-probabilities are such a pass.
-    (forced,) = bundled.generate(ids, SamplingParams(max_tokens=1, prompt_logprobs=4))
-    told = [*result.prompt_logprobs, *result.logprobs]
-    assert forced.prompt_logprobs is not None
-    assert len(told) == len(forced.prompt_logprobs) == len(ids)
-    for got, want, token in zip(told[1:], forced.prompt_logprobs[1:], ids[1:], strict=True):
-        assert got is not None and want is not None
-        assert got.id == want.id == token
-        assert got.logprob == pytest.approx(want.logprob, abs=1e-4)
-        for (a, p), (b, q) in zip(got.top, want.top, strict=False):
-            assert a == b
-            assert p == pytest.approx(q, abs=1e-4)
-
-
-def test_the_bundled_model_at_temperatures_with_and_without_drafts(bundled: LLM) -> None:
-    rng = random.Random(9)
-    prompts = [PROMPT, "import argparse\n", "The whale", "class Node:\n    def __init__"]
-    each = []
-    for index in range(12):
-        knobs = dict(rng.choice(list(KNOBS.values())))
-        knobs.pop("bad_word_ids", None)
-        knobs.setdefault("temperature", rng.choice([0.0, 0.7, 1.0]))
-        each.append(SamplingParams(**{"max_tokens": 24, "seed": index, **knobs}))
-    given = [prompts[i % 4] for i in range(12)]
-    off = bundled.generate(given, [dataclasses.replace(p, num_drafts=0) for p in each])
-    on = bundled.generate(given, [dataclasses.replace(p, num_drafts=1 + i % 8) for i, p in enumerate(each)])
-    assert [r.token_ids for r in on] == [r.token_ids for r in off]
-    assert [r.text for r in on] == [r.text for r in off]
-    assert sum(r.speculation.num_accepted for r in on) > 20
-    assert all(r.speculation.num_drafted > 0 for r in on if len(r.token_ids) > 2)
-
-
-def test_wrong_drafts_never_leak_at_a_temperature(bundled: LLM) -> None:
-    params = SamplingParams(max_tokens=30, temperature=1.0, seed=2, num_drafts=0)
-    (plain,) = bundled.generate(PROMPT, params)
-    whole = [*plain.prompt_token_ids, *plain.token_ids]
-    llm = scripted(bundled, AntiProposer([whole], vocab_size=bundled.config.vocab_size))
-    (got,) = llm.generate(PROMPT, dataclasses.replace(params, num_drafts=8))
-    assert got.token_ids == plain.token_ids
-    assert got.speculation.num_drafted > 0
-    assert got.speculation.num_accepted == 0
-
-
-def test_bad_words_do_not_come_in_either_spelling(bundled: LLM) -> None:
-    (plain,) = bundled.generate("The ", SamplingParams(max_tokens=40))
-    words = [word for word in plain.text.split() if word.isalpha() and len(word) > 2][:3]
-    assert words
-    (got,) = bundled.generate("The ", SamplingParams(max_tokens=40, bad_words=words))
-    assert got.token_ids != plain.token_ids
-    for word in words:
-        assert f" {word} " not in f" {got.text} "
-
-
-def test_markers_in_a_prompt_are_text_unless_asked_for(bundled: LLM) -> None:
-    marker = "<｜User｜>"
-    tokenizer = Tokenizer(
-        bundled_model_path(), vocab_size=bundled.config.vocab_size, bos_token_id=None
-    )
-    one = SamplingParams(max_tokens=1)
-    (plain,) = bundled.generate(marker, one)
-    (special,) = bundled.generate(marker, one, allow_special=True)
-    marker_id = tokenizer.marker_id(marker)
-    assert marker_id not in plain.prompt_token_ids
-    assert special.prompt_token_ids[1:] == [marker_id]
-    assert tokenizer.decode(plain.prompt_token_ids) == marker
-
-
-def test_results_are_documents(bundled: LLM, tmp_path: Path) -> None:
-    import json
-
-    params = SamplingParams(max_tokens=3, logprobs=2, prompt_logprobs=0, stop=["zzz"])
-    (result,) = bundled.generate(PROMPT, params)
-    document = json.loads(json.dumps(result.to_dict(), allow_nan=False))
-    assert [one["id"] for one in document["logprobs"]] == result.token_ids
-    assert [len(one["top"]) for one in document["logprobs"]] == [2, 2, 2]
-    assert document["prompt_logprobs"][0] is None
-    assert document["sample_index"] == 0
-    assert document["stop_reason"] is None
 
 
 def test_greedy_requests_cost_no_more_than_before(monkeypatch: pytest.MonkeyPatch) -> None:
