@@ -52,6 +52,7 @@ def main() -> None:
         "max_seq_len": args.max_seq_len,
         "device": args.device,
         "backend": args.backend,
+        "num_threads": args.threads,
         "prefix_cache": False,
     }
 
@@ -278,6 +279,7 @@ def parse() -> argparse.Namespace:
     add("--max-tokens", type=int, default=128)
     add("--max-seq-len", type=int, default=1024)
     add("--batch", type=int, default=8)
+    add("--threads", type=int, help="CPU threads; default: the libraries' choice")
     add("--device", default="cpu")
     add("--backend", default="auto", choices=["auto", "torch", "fused"])
     add("--quick", action="store_true", help="few prompts and tokens: shows that it runs")

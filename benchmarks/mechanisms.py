@@ -15,7 +15,7 @@ import argparse
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +201,11 @@ def step_counts(
 
 
 def pause(work: Work, *, per_class: int, before: int = 8, length: int = PAUSE) -> dict[str, Any]:
-    """Drafts, a stretch without, drafts again: with the catch-up, without it, and never paused."""
+    """Drafts, a stretch without, drafts again: with the catch-up, without it, and never paused.
+
+    And once more "cold", with the text up to the end of the stretch as a prompt. The run that never
+    paused is at other places of the text when it takes its steps, so it agrees on average only.
+    """
     with work.llm(num_drafts=0) as llm:
         chosen = [
             p for n, p in enumerate(work.prompts) if place_in_class(work.prompts, n) < per_class
@@ -227,11 +231,22 @@ def pause(work: Work, *, per_class: int, before: int = 8, length: int = PAUSE) -
         print(f"  {name}", flush=True)
     # Where the first step with drafts behind the pause begins, by tokens emitted.
     ends = [steps[before + length][0] for steps in runs["caught up"][1]]
+    said = runs["caught up"][0]
+    # Asked to begin there, with all before it as a prompt: the same proposals are due.
+    known = [[*ids, *some[: end - 1]] for ids, some, end in zip(prompts, said, ends, strict=True)]
+    engine = engine_with(
+        work,
+        head_factory(DeepseekV4MtpHead),
+        lengths=Paused(before=0, pause=0, num_drafts=work.num_drafts),
+    )
+    cold = step_counts(engine, known, replace(params, max_tokens=last * (work.num_drafts + 1)))
+    engine.close()
     outcome = []
-    for name, (_, steps) in runs.items():
+    for name, steps in (*((name, run[1]) for name, run in runs.items()), ("cold", cold[1])):
+        starts = [1] * len(ends) if name == "cold" else ends
         behind = [
-            [step for step in some if step[0] >= end and step[1]]
-            for some, end in zip(steps, ends, strict=True)
+            [step for step in some if step[0] >= start and step[1]]
+            for some, start in zip(steps, starts, strict=True)
         ]
         spans = {}
         for label, first, stop in AFTER:
@@ -356,19 +371,19 @@ def carry(work: Work, *, answer: int, opening: int = 24) -> dict[str, Any]:
 
 def vocabulary(work: Work) -> dict[str, Any]:
     """Drafts from the first ids of the vocabulary."""
-    runs = [work.run(f"{n or 'all'} ids", mtp_vocab_size=n) for n in VOCABULARIES]
     with work.llm(num_drafts=0) as llm:
         assert llm.tokenizer is not None
         special, size = sorted(llm.tokenizer.added_ids), llm.config.vocab_size
+    sizes = [n for n in VOCABULARIES if n < size]
+    runs = [work.run(f"{n or 'all'} ids", mtp_vocab_size=n) for n in sizes]
     emitted = [token for ids in work.plain for token in ids]
     return {
-        "sizes": list(VOCABULARIES),
+        "sizes": sizes,
         "vocab_size": size,
         "largest_special_id": max(special, default=0),
         "emitted_special": sum(token in special for token in emitted) / max(1, len(emitted)),
         "emitted_below": [
-            sum(token < (n or size) for token in emitted) / max(1, len(emitted))
-            for n in VOCABULARIES
+            sum(token < (n or size) for token in emitted) / max(1, len(emitted)) for n in sizes
         ],
         "runs": runs,
     }
@@ -636,7 +651,7 @@ def parse() -> argparse.Namespace:
     add("--only", nargs="+", help="sections to count; such a result is not shown in documents")
     add("--prompts", type=Path, default=common.PROMPTS)
     add("--classes", nargs="+", help="default: all")
-    add("--per-class", type=int, default=6, help="prompts of each class")
+    add("--per-class", type=int, help="prompts of each class; default: 6, with --speed 2")
     add("--pause-prompts", type=int, default=3, help="of them for the stretch without drafts")
     add("--num-drafts", type=int, default=3)
     add("--max-tokens", type=int, default=96)
@@ -649,6 +664,7 @@ def parse() -> argparse.Namespace:
     add("--backend", default="auto", choices=["auto", "torch", "fused"])
     add("--quick", action="store_true", help="few prompts and tokens: shows that it runs")
     args = parser.parse_args()
+    args.per_class = args.per_class or (2 if args.speed else 6)
     if args.quick:
         args.per_class, args.max_tokens, args.pause_prompts = 1, 8, 1
         args.repeats, args.rounds, args.speed_batch = 1, 5, [args.batch]

@@ -124,7 +124,8 @@ class RowsDrafter(DraftProposer[RowsState]):
         if self.policy.stream_lag:
             before = state.latest.get(first - 1, hiddens[0])
             late = torch.cat((before[None], hiddens[:-1]))
-            state.latest = {first + hiddens.shape[0] - 1: hiddens[-1].clone()}
+            last = first + hiddens.shape[0] - 1
+            state.latest = {last - n: hiddens[-1 - n].clone() for n in range(min(2, len(hiddens)))}
             hiddens = late
         return self._collapse(hiddens) if self.policy.collapsed and self._collapse else hiddens
 

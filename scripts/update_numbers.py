@@ -277,9 +277,14 @@ POLICY_NAMES = {
 }
 
 
+_NO_ROWS = "_The stored result has no run about rows._"
+
+
 def acceptance_rows(result: Result) -> str:
     """What drafts are worth under each policy about the drafter's rows."""
-    runs = result["rows"]
+    runs = result.get("rows")
+    if not runs:
+        return _NO_ROWS
     near = runs[0]
     rows = []
     for n, one in enumerate(near["policies"]):
@@ -300,6 +305,8 @@ def acceptance_rows(result: Result) -> str:
 
 def acceptance_rows_by_class(result: Result) -> str:
     """The same by class, mean acceptance length at the first draft length of the file."""
+    if not result.get("rows"):
+        return _NO_ROWS
     policies = result["rows"][0]["policies"]
     kinds = list(policies[0]["classes"])
     rows = [
@@ -314,6 +321,8 @@ def acceptance_rows_by_class(result: Result) -> str:
 
 def acceptance_rows_sentence(result: Result) -> str:
     """Exact rows against the rest, in a line."""
+    if not result.get("rows"):
+        return _NO_ROWS
     run = result["rows"][0]
     if not run["exact_equals_head"]:
         raise NumbersError("acceptance.json: the drafter with exact rows differs from the head")
@@ -839,6 +848,46 @@ def sampling_acceptance(result: Result) -> str:
     return markdown([*header, "same tokens as without drafts"], rows, left=2)
 
 
+def _grammar(result: Result) -> Result:
+    if not result["all_valid_and_same"]:
+        raise NumbersError("grammar.json: answers or drafts are wrong")
+    return result
+
+
+def grammar_validity(result: Result) -> str:
+    """Answers and drafts of random grammars at every number of drafts."""
+    rows = []
+    for run in _grammar(result)["runs"]:
+        names = ("answers", "valid", "same_as_without", "drafts", "legal", "free")
+        rows.append([str(run["num_drafts"]), *(str(run[name]) for name in names)])
+    header = ["drafts a step", "answers", "valid", "same ids", "drafted", "legal", "for free"]
+    return markdown(header, rows)
+
+
+def grammar_json(result: Result) -> str:
+    """Steps and drafts of the same JSON with its grammar and without."""
+    rows = []
+    for leg in _grammar(result)["json"]["legs"]:
+        refused = leg["drafted"] - leg["accepted"]
+        counts = (leg["steps"], leg["drafted"], leg["accepted"], refused, leg["free"])
+        rows.append([f"{leg['name']} the grammar", *map(str, counts)])
+    return markdown(["", "steps", "drafted", "accepted", "refused", "for free"], rows)
+
+
+def grammar_sentence(result: Result) -> str:
+    """What the masks cost."""
+    found = _grammar(result)["json"]
+    share, batched = found["grammar_share"], result["masks"]["grammar_share"]
+    return (
+        f"At K = {found['num_drafts']} the grammar takes {share['median']:.1%} of a step at "
+        f"batch 1 (median; under {share['nine_tenths']:.1%} in nine steps of ten) and "
+        f"{batched['median']:.1%} (under {batched['nine_tenths']:.1%}) of one with "
+        f"{result['settings']['batch']} short answers of as many grammars; with all that follows "
+        "from it, such as picks on the host, a step at batch 1 takes "
+        f"{found['step_over_step_without']['median']:.2f} times the time of one without"
+    )
+
+
 RENDER: dict[str, tuple[str, Callable[[Result], str]]] = {
     "sampling-acceptance": ("sampling", sampling_acceptance),
     "sampling-environment": ("sampling", environment),
@@ -907,6 +956,10 @@ RENDER: dict[str, tuple[str, Callable[[Result], str]]] = {
     "lengths-batch-8": ("lengths", lambda result: lengths_table(result, 8)),
     "lengths-sentence": ("lengths", lengths_sentence),
     "lengths-environment": ("lengths", environment),
+    "grammar-validity": ("grammar", grammar_validity),
+    "grammar-json": ("grammar", grammar_json),
+    "grammar-sentence": ("grammar", grammar_sentence),
+    "grammar-environment": ("grammar", environment),
 }
 """Region -> result file and what makes the text. ``text-NAME`` shows the file ``NAME.txt``."""
 

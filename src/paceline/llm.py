@@ -27,7 +27,7 @@ from paceline.models.deepseek_v4.checkpoint import Checkpoint, load_weights
 from paceline.sampling.grammar import AfterMarker, Grammar, GrammarCursor, GrammarSpec
 from paceline.sampling.grammar_compiler import GrammarCompiler
 from paceline.sampling.noise import fresh_seed
-from paceline.text import Detokenizer, ReasoningBudget, StopMatcher, Tokenizer
+from paceline.text import Detokenizer, ReasoningBudget, StopMatcher, StopStrings, Tokenizer
 from paceline.text.chat import END_THINK, THINK
 from paceline.types import (
     MAX_NUM_DRAFTS,
@@ -43,7 +43,7 @@ from paceline.types import (
     Usage,
 )
 
-__all__ = ["LLM", "Prompt", "ProposerContext"]
+__all__ = ["LLM", "Answer", "Prompt", "ProposerContext"]
 
 Prompt = str | list[int]
 """One prompt: text, or the ids it stands for."""
@@ -394,12 +394,16 @@ class LLM:
             raise GenerationError("this LLM is closed")
         given = _as_prompts(prompts)
         each = _as_params(params, len(given))
-        encoded = [self._encode(prompt, add_bos, allow_special) for prompt in given]
+        encoded = [
+            self.encode(prompt, add_bos=add_bos, allow_special=allow_special) for prompt in given
+        ]
         grammars = [self._compiled(one) for one in each]
-        live: dict[int, _Live] = {}
+        live: dict[int, Answer] = {}
         try:
             for index, (ids, one) in enumerate(zip(encoded, each, strict=True)):
-                self._add(index, ids, one, grammars[index], live)
+                begun = self.begin(ids, one, grammar=grammars[index], index=index)
+                live |= begun
+                self._inbox |= {request_id: deque() for request_id in begun}
             while live:
                 if self._closed:
                     raise GenerationError("this LLM was closed while it generated")
@@ -436,6 +440,19 @@ class LLM:
         spec = GrammarSpec.of(params)
         if spec is None:
             return None
+        compiler = self.grammar_compiler(spec)
+        compiling = compiler.submit(spec)
+        while self.engine.has_work and not compiling.done():
+            with _HeldInterrupt():
+                self._step()
+        return compiler.compile(spec)
+
+    def grammar_compiler(self, spec: GrammarSpec) -> GrammarCompiler:
+        """What compiles a grammar with this tokenizer; made at the first call, closed by `close`.
+
+        Raises:
+            RequestError: there is no tokenizer.
+        """
         if self.tokenizer is None:
             raise RequestError(
                 f"a {spec.kind} is given, but there is no tokenizer to read it with; allowed is "
@@ -448,10 +465,7 @@ class LLM:
                 end_ids=self.config.eos_token_ids,
                 library=self._grammar_library,
             )
-        compiling = self._grammars.submit(spec)
-        while self.engine.has_work and not compiling.done():
-            self._step()
-        return self._grammars.compile(spec)
+        return self._grammars
 
     def _cursor(
         self, grammar: Grammar | None, ids: list[int], params: SamplingParams
@@ -486,42 +500,66 @@ class LLM:
         )
         return BudgetedCursor(budget, vocab_size=self.config.vocab_size, inner=inner)
 
-    def _add(
+    def begin(
         self,
-        index: int,
         ids: list[int],
         params: SamplingParams,
-        grammar: Grammar | None,
-        live: dict[int, _Live],
-    ) -> None:
-        """Queue all answers to one prompt; the first reads it for all of them."""
+        *,
+        grammar: Grammar | None = None,
+        index: int = 0,
+    ) -> dict[int, Answer]:
+        """Queue all answers to one prompt, for a loop over `engine.step` of the caller's own.
+
+        The first answer reads the prompt for all of them. Such a loop gives every emission to its
+        answer, and must not be mixed with `generate` and `stream`.
+
+        Args:
+            ids: the prompt.
+            params: how it is decoded.
+            grammar: what the answers follow, compiled; of `params` nothing is compiled here.
+            index: which prompt of the caller's it is, for the chunks.
+
+        Returns:
+            The answers by the engine's number of their request.
+
+        Raises:
+            RequestError: the prompt or its parameters cannot be served; nothing is queued then.
+        """
         if params.n > 1 and params.seed is None:
             params = replace(params, seed=fresh_seed())
         words = self._spelled(params.bad_words or ())
+        stops = StopStrings(params.stop or ())
+        begun: dict[int, Answer] = {}
         leader: int | None = None
-        for sample in range(params.n):
-            one = _Live(
-                index,
-                sample,
-                ids,
-                params,
-                self.tokenizer,
-                eos_ids=self.config.eos_token_ids,
-                leader=None if leader is None else live[leader],
-            )
-            request_id = self.engine.add(
-                ids,
-                params if leader is None else replace(params, prompt_logprobs=None),
-                sample=sample,
-                after=leader,
-                text_end=one if one.reads_stops else None,
-                bad_word_ids=words,
-                grammar=self._cursor(grammar, ids, params),
-            )
-            live[request_id] = one
-            self._inbox[request_id] = deque()
-            if leader is None:
-                leader = request_id
+        try:
+            for sample in range(params.n):
+                one = Answer(
+                    index,
+                    sample,
+                    ids,
+                    params,
+                    self.tokenizer,
+                    stops=stops,
+                    eos_ids=self.config.eos_token_ids,
+                    leader=None if leader is None else begun[leader],
+                )
+                request_id = self.engine.add(
+                    ids,
+                    params if leader is None else replace(params, prompt_logprobs=None),
+                    sample=sample,
+                    after=leader,
+                    text_end=one if one.reads_stops else None,
+                    bad_word_ids=words,
+                    grammar=self._cursor(grammar, ids, params),
+                )
+                begun[request_id] = one
+                if leader is None:
+                    leader = request_id
+        except BaseException:
+            for request_id in begun:
+                self.engine.abort(request_id)
+            raise
+        return begun
 
     def _spelled(self, words: Sequence[str]) -> list[list[int]]:
         """Words as ids, at the beginning of a text and behind a space."""
@@ -534,7 +572,15 @@ class LLM:
                 spelled.append(self.tokenizer.encode(text, add_bos=False))
         return spelled
 
-    def _encode(self, prompt: Prompt, add_bos: bool, allow_special: bool) -> list[int]:
+    def encode(
+        self, prompt: Prompt, *, add_bos: bool = True, allow_special: bool = False
+    ) -> list[int]:
+        """Ids of a prompt as `generate` takes it; any thread may ask.
+
+        Raises:
+            RequestError: a text is empty or holds a lone surrogate.
+            CheckpointError: a text is given and there is no tokenizer.
+        """
         if not isinstance(prompt, str):
             return list(prompt)
         if not prompt:
@@ -547,7 +593,7 @@ class LLM:
         return self.tokenizer.encode(prompt, add_bos=add_bos, allow_special=allow_special)
 
 
-class _Live:
+class Answer:
     """One running answer as its reader sees it; tells the engine where stop strings end it."""
 
     def __init__(
@@ -558,15 +604,16 @@ class _Live:
         params: SamplingParams,
         tokenizer: Tokenizer | None,
         *,
+        stops: StopStrings,
         eos_ids: Sequence[int],
-        leader: _Live | None,
+        leader: Answer | None,
     ) -> None:
         self._index = index
         self._sample = sample
         self._prompt = prompt
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._stops = StopMatcher(
-            params.stop or (), include_stop_str_in_output=params.include_stop_str_in_output
+            stops, include_stop_str_in_output=params.include_stop_str_in_output
         )
         self.reads_stops = bool(params.stop) and self._detokenizer is not None
         self._stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
@@ -588,6 +635,7 @@ class _Live:
         return None if found.stop is None else found.num_tokens
 
     def take(self, emission: Emission) -> StreamChunk:
+        """What a step's emission adds; the last carries the result."""
         self._token_ids += emission.token_ids
         self._drafted += emission.drafted
         if self._logprobs is not None:

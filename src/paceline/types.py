@@ -97,17 +97,12 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-_NOT_SERVED: dict[str, Any] = {}
-"""Fields that may be given one value only, in this version."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request is decoded; the field names are vLLM's.
 
     Decoding is greedy by default (`temperature` 0). Every field is checked when the object is made;
-    what needs the vocabulary is checked when the request is added. Fields that this version does
-    not serve yet may be given their default only.
+    what needs the vocabulary is checked when the request is added.
 
     Attributes:
         max_tokens: most tokens to emit, at least 1.
@@ -148,7 +143,6 @@ class SamplingParams:
     Raises:
         RequestError: a value is out of range, or two contradict each other (says what was given and
             what is allowed).
-        UnsupportedError: a field that this version does not serve is not neutral.
     """
 
     max_tokens: int = 16
@@ -184,12 +178,6 @@ class SamplingParams:
         self._check_ids()
         self._check_texts()
         self._check_together()
-        for name, neutral in _NOT_SERVED.items():
-            given = getattr(self, name)
-            if given != neutral:
-                raise UnsupportedError(
-                    f"{name} is {given!r}; this version serves only {name}={neutral!r}"
-                )
 
     def _check_numbers(self) -> None:
         _require_int("max_tokens", self.max_tokens, low=1)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 import torch
 
-from paceline import types
 from paceline.draft import verify
 from paceline.sampling.processors import Mask
 from paceline.sampling.request import Sampler
@@ -35,14 +32,6 @@ KNOBS: dict[str, dict[str, Any]] = {
     "bad_words": {"bad_word_ids": [(4,), (2, 3), (3, 2, 2)]},
     "min_tokens": {"min_tokens": 6},
 }
-
-
-@contextmanager
-def everything_served() -> Iterator[None]:
-    """The parameters are tested by themselves, whatever an engine serves of them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(types, "_NOT_SERVED", {})
-        yield
 
 
 def make_sampler(

@@ -268,7 +268,7 @@ def test_bench_compares_and_writes(tiny_path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["-k", "9"], "--num-drafts is '9'; allowed are numbers 0 to 8 with commas"),
+        (["-k", "9"], "--num-drafts is '9'; allowed are numbers 0 to 8 and auto, with"),
         (["-k", "a"], "--num-drafts is 'a'"),
         (["--repeats", "0"], "--repeats is 0; allowed is at least 1"),
         (["-b", "0"], "--batch-size is 0"),

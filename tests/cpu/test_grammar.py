@@ -8,6 +8,7 @@ import re
 import threading
 import time
 
+import numpy as np
 import pytest
 from grammar_kit import (
     SmallTokenizer,
@@ -21,8 +22,12 @@ from grammar_kit import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline import SamplingParams, bundled_model_path
 from paceline.sampling.grammar import AfterMarker, Grammar, GrammarSpec, Matcher, walk, words_of
 from paceline.sampling.grammar_compiler import GrammarCompiler
+from paceline.sampling.request import NON_FINITE, Sampler
+from paceline.text import Tokenizer
+from paceline.text.chat import ChatTemplate
 from paceline.text.parser import parse_answer
 from paceline.types import ConfigError, RequestError
 
@@ -459,7 +464,7 @@ def test_text_before_calls_is_free_and_alone_where_calls_are_not_required(
     assert free.allows(MARKER)
     assert free.advance(MARKER)
     assert text_of(free.forced(200)) == (
-        'tool_calls>\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n'
+        'tool_calls>\n<｜DSML｜invoke name="now">\n\n</｜DSML｜invoke>\n'
     )
     spelled = must.copy()
     taken = [spelled.advance(token) for token in TOKENIZER.encode("｜DSML｜")]
@@ -475,6 +480,7 @@ def test_text_before_calls_is_free_and_alone_where_calls_are_not_required(
         ([{"function": {"name": "f", "parameters": {"type": "array"}}}], "a schema of type object"),
         ([{"function": {"name": "f", "parameters": {"oneOf": []}}}], "use oneOf; allowed are"),
         ([{"function": {"name": "f", "parameters": {"required": ["q"]}}}], "require 'q'"),
+        ([{"function": {"name": 'f"g'}}], "have no quotation mark"),
         (
             [
                 {
@@ -618,29 +624,18 @@ def test_a_compiler_with_wrong_options_is_refused(change: dict[str, object], rea
         GrammarCompiler(TOKENIZER, **options)  # type: ignore[arg-type]
 
 
-class Wanted:
-    """The parameters that ask for a grammar."""
-
-    json_schema = regex = grammar = choice = None
-    json_object = False
-
-    def __init__(self, **asked: object) -> None:
-        for name, value in asked.items():
-            setattr(self, name, value)
-
-
 def test_specs_come_from_parameters() -> None:
     of = GrammarSpec.of
-    assert of(Wanted()) is None
-    assert of(Wanted(json_object=True)) == GrammarSpec("json_object")
-    assert of(Wanted(regex="a")) == GrammarSpec("regex", "a")
-    assert of(Wanted(grammar="start: A")) == GrammarSpec("grammar", "start: A")
-    assert of(Wanted(choice=("a", "b"))) == GrammarSpec("choice", '["a", "b"]')
-    as_text = of(Wanted(json_schema='{ "type" : "object" }'))
-    assert as_text == of(Wanted(json_schema={"type": "object"}))
+    assert of(SamplingParams()) is None
+    assert of(SamplingParams(json_object=True)) == GrammarSpec("json_object")
+    assert of(SamplingParams(regex="a")) == GrammarSpec("regex", "a")
+    assert of(SamplingParams(grammar="start: A")) == GrammarSpec("grammar", "start: A")
+    assert of(SamplingParams(choice=("a", "b"))) == GrammarSpec("choice", '["a", "b"]')
+    as_text = of(SamplingParams(json_schema='{ "type" : "object" }'))
+    assert as_text == of(SamplingParams(json_schema={"type": "object"}))
     # The order of keys is the order of the answer's.
     one, other = ({"properties": {"a": {}, "b": {}}}, {"properties": {"b": {}, "a": {}}})
-    assert of(Wanted(json_schema=one)) != of(Wanted(json_schema=other))
+    assert of(SamplingParams(json_schema=one)) != of(SamplingParams(json_schema=other))
 
 
 @pytest.mark.parametrize(
@@ -656,4 +651,70 @@ def test_specs_come_from_parameters() -> None:
 )
 def test_a_schema_that_is_none_is_refused(schema: object, reason: str) -> None:
     with pytest.raises(RequestError, match=re.escape(reason)):
-        GrammarSpec.of(Wanted(json_schema=schema))
+        GrammarSpec.of(SamplingParams(json_schema=schema))
+
+
+# With what is around it
+
+
+@pytest.fixture(scope="module")
+def bundled() -> tuple[Tokenizer, GrammarCompiler]:
+    tokenizer = Tokenizer(bundled_model_path(), vocab_size=8192, bos_token_id=0)
+    return tokenizer, GrammarCompiler(tokenizer, vocab_size=8192, end_ids=[1])
+
+
+def test_calls_as_the_chat_encoding_writes_them_are_taken(
+    bundled: tuple[Tokenizer, GrammarCompiler],
+) -> None:
+    tokenizer, compiler = bundled
+    calls = [
+        ("weather", {"city": "Köln", "days": 3, "unit": "C", "where": None, "box": [True, False]}),
+        ("now", {}),
+    ]
+    answer = {
+        "role": "assistant",
+        "content": "I look it up.",
+        "tool_calls": [
+            {"type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+            for name, arguments in calls
+        ],
+    }
+    template = ChatTemplate.for_tokenizer(tokenizer)
+    messages = [{"role": "user", "content": "How is it?"}, answer, {"role": "user", "content": "?"}]
+    prompt = template.render(messages, tools=[WEATHER, NOW], thinking=False)
+    ids = prompt.ids(tokenizer)
+    marker = tokenizer.marker_id("</think>")
+    start = ids.index(marker) + 1
+    said = ids[start : ids.index(1, start)]
+    assert "I look it up." in tokenizer.decode(said)
+    cursor = compiler.compile(GrammarSpec.tool_calls([WEATHER, NOW])).cursor()
+    for place, token in enumerate(said):
+        assert cursor.advance(token), tokenizer.decode(said[: place + 1])
+    assert cursor.is_finished
+
+
+def test_markers_of_the_models_tokenizer_are_no_text(
+    bundled: tuple[Tokenizer, GrammarCompiler],
+) -> None:
+    tokenizer, compiler = bundled
+    cursor = compiler.compile(GrammarSpec("regex", "(.|\\n)*")).cursor()
+    assert tokenizer.added_ids & set(ids_of(cursor.mask())) == {1}
+    spelled = compiler.compile(GrammarSpec("choice", json.dumps(["</think>"])))
+    ids, _ = random_walk(spelled, random.Random(1), end_ids=(1,))
+    assert tokenizer.decode(ids) == "</think>"
+    assert tokenizer.added_ids.isdisjoint(ids)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_greedy_picks_under_a_mask_are_those_of_the_law(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    logits = np.round(generator.standard_normal(100).astype(np.float32), seed % 2)
+    logits[generator.random(100) < 0.2] = -np.inf
+    sampler = Sampler(SamplingParams(), vocab_size=100, prompt_ids=[1])
+    for share in (0.0, 0.05, 0.5, 1.0):
+        mask = words_of(np.flatnonzero(generator.random(100) < share).tolist(), 100)
+        law = sampler.law(logits, mask=mask)
+        picked = sampler.pick(logits, mask=mask)
+        assert picked == (law if isinstance(law, int) else int(law.ids[0]))
+    logits[7] = np.nan
+    assert sampler.pick(logits, mask=words_of([1], 100)) == NON_FINITE

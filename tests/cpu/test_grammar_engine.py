@@ -13,7 +13,14 @@ import pytest
 from grammar_kit import fits, random_regex, random_schema
 
 from paceline import LLM, SamplingParams
-from paceline.draft import DeepseekV4MtpHead
+from paceline.draft import (
+    AntiProposer,
+    CyclingProposer,
+    DeepseekV4MtpHead,
+    OracleProposer,
+    PoisonProposer,
+    RandomProposer,
+)
 from paceline.engine import Engine
 from paceline.engine.sequence import BatchRow
 from paceline.sampling.grammar import GrammarCursor, walk
@@ -146,7 +153,8 @@ def test_drafts_for_free_leave_the_heads_rows_as_they_are(
     assert with_free.speculation.accepted_by == with_free.speculation.drafted_by | {
         "DeepseekV4MtpHead": with_free.speculation.accepted_by["DeepseekV4MtpHead"]
     }
-    monkeypatch.setattr(GrammarCursor, "forced", lambda cursor, limit: [])
+    for kind in (GrammarCursor, *GrammarCursor.__subclasses__()):
+        monkeypatch.setattr(kind, "forced", lambda cursor, limit: [])
     always = llm.generate(["Some words: "], params)[0]
     assert always.token_ids == with_free.token_ids
     common = passed.keys() & drafts.keys()
@@ -264,3 +272,63 @@ def test_drafts_of_json_are_accepted_as_often_as_without_its_grammar(llm: LLM) -
     assert steps[1] <= steps[0]
     # Not the share of all drafts: of the same text the end, a sure draft, is not drafted here.
     assert refused[1] <= refused[0]
+
+
+@pytest.mark.parametrize("kind", ["random", "oracle", "anti", "cycling", "poison"])
+def test_no_drafter_can_lead_an_answer_out_of_its_grammar(llm: LLM, kind: str) -> None:
+    given = [{**one, "temperature": 0.0} for one in specs(16)]
+    prompt = "An answer: "
+    plain = run(llm, [prompt] * len(given), given, num_drafts=0)
+    texts = [[*one.prompt_token_ids, *one.token_ids] for one in plain]
+    vocab = llm.config.vocab_size
+    proposer: Any = {
+        "random": lambda: RandomProposer(seed=1, vocab_size=vocab),
+        "oracle": lambda: OracleProposer(texts),
+        "anti": lambda: AntiProposer(texts, vocab_size=vocab),
+        "cycling": lambda: CyclingProposer(texts, num_drafts=3, vocab_size=vocab),
+        "poison": lambda: PoisonProposer(OracleProposer(texts), "beyond", vocab_size=vocab),
+    }[kind]()
+    options = {"max_seq_len": 512, "max_num_seqs": 4, "num_threads": 1}
+    with LLM(proposer=proposer, num_drafts=3, **options) as model:
+        done = run(model, [prompt] * len(given), given)
+    assert [one.token_ids for one in done] == [one.token_ids for one in plain]
+    assert all(follows(one.text, asked) for asked, one in zip(given, done, strict=True))
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("at", range(2, 8))
+def test_a_sequence_that_is_preempted_goes_on_where_its_grammar_stood(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, at: int, num_drafts: int
+) -> None:
+    given = {"regex": "(?:[a-z]{3}[0-9] ){12}", "num_drafts": num_drafts}
+    plain = run(llm, ["A record: "], [given])[0].token_ids
+    inner = llm.engine.step
+    count = 0
+
+    def step() -> Any:
+        nonlocal count
+        count += 1
+        if count == at:
+            llm.engine._scheduler.preempt_last()
+        return inner()
+
+    monkeypatch.setattr(llm.engine, "step", step)
+    before = llm.engine.num_preemptions
+    assert run(llm, ["A record: "], [given])[0].token_ids == plain
+    assert llm.engine.num_preemptions == before + 1
+
+
+def test_rows_of_masks_stay_beside_their_drafts_where_some_are_cut(llm: LLM) -> None:
+    given: list[dict[str, Any]] = [
+        {"regex": "[0-9]{3}-[0-9]{4}", "num_drafts": 1},
+        {"num_drafts": 3, "max_tokens": 30},
+        {"choice": ["left", "right"], "num_drafts": 8},
+        {"json_object": True, "num_drafts": 0, "max_tokens": 30},
+        {"json_object": True, "num_drafts": 5, "max_tokens": 30},
+    ]
+    prompts = [f"Line {n}: the " for n in range(len(given))]
+    plain = [one.token_ids for one in run(llm, prompts, [{**g, "num_drafts": 0} for g in given])]
+    options = {"max_seq_len": 512, "max_num_seqs": 8, "num_threads": 1}
+    with LLM(keep_drafts=0.5, **options) as model:
+        done = run(model, prompts, given)
+    assert [one.token_ids for one in done] == plain

@@ -183,3 +183,26 @@ def test_a_bad_grammar_is_refused_by_the_other_library_too(
 ) -> None:
     with pytest.raises(RequestError, match=reason):
         other.compile(spec)
+
+
+@needs_xgrammar
+def test_the_differences_that_are_documented_are_there(
+    default: GrammarCompiler, other: GrammarCompiler
+) -> None:
+    digits = GrammarSpec("regex", "\\d")
+    thai = "๓".encode()[0]
+    byte = TOKENIZER.tokens.index(bytes([thai]))
+    assert default.compile(digits).cursor().allows(byte)
+    assert not other.compile(digits).cursor().allows(byte)
+    odd = GrammarSpec("json_schema", '{"not":{"type":"string"}}')
+    with pytest.raises(RequestError, match="Unimplemented keys"):
+        default.compile(odd)
+    assert other.compile(odd).cursor().mask().any()
+    spaced = GrammarSpec("json_object")
+    text = TOKENIZER.encode("{   ")
+    assert len(walk(default.compile(spaced).cursor(), text)) < 5
+    assert len(walk(other.compile(spaced).cursor(), text)) == 5
+    constant = GrammarSpec("json_schema", '{"const":[1,2]}')
+    text = TOKENIZER.encode("[1, 2]")
+    assert len(walk(default.compile(constant).cursor(), text)) == 1 + len(text)
+    assert len(walk(other.compile(constant).cursor(), text)) < 1 + len(text)

@@ -263,8 +263,62 @@ def test_prompts_are_chosen_by_class(tmp_path: Path) -> None:
         common.load_prompts(path, kinds=["c"])
 
 
+def spread(value: float) -> dict[str, Any]:
+    return {"median": value, "low": value - 0.01, "high": value + 0.01, "values": [value]}
+
+
+def test_times_of_mechanisms_and_draft_lengths(tmp_path: Path) -> None:
+    speed = [
+        {"name": "as it is", "tokens_per_second": spread(300.0), "over_first": spread(1.0)},
+        {"name": "1024 ids", "tokens_per_second": spread(330.0), "over_first": spread(1.1)},
+    ]
+    scoring = [{"rows": 1, "seconds": {"0": 4e-5, "1024": 1e-5}}]
+    (tmp_path / "mechanisms-speed.json").write_text(
+        json.dumps({"speed": [{"batch": 1, "runs": speed}], "scoring": scoring})
+    )
+    row = {
+        "name": "all",
+        "fixed": {
+            n: {"tokens_per_second": spread(x), "over_off": spread(x / 200)}
+            for n, x in (("0", 200.0), ("2", 260.0))
+        },
+        "auto": {
+            "tokens_per_second": spread(256.0),
+            "mean_drafts": 1.75,
+            "over_off": spread(1.28),
+            "over_best_fixed": spread(0.985),
+            "first_round_over_best_fixed": 0.9,
+        },
+        "best_fixed": 2,
+    }
+    lengths = {"tokens_equal": True, "runs": [{"batch": 1, "rows": [row]}]}
+    (tmp_path / "lengths.json").write_text(json.dumps(lengths))
+    results = numbers.Results(tmp_path)
+    assert "| 1024 ids | 330 | 1.10 | 1.09 to 1.11 |" in numbers.render(
+        "mechanisms-speed-1", results
+    )
+    assert "no run at batch 8" in numbers.render("mechanisms-speed-8", results)
+    assert "| 1 | 1,024 | 10 | 0.25 |" in numbers.render("mechanisms-scoring", results)
+    table = numbers.render("lengths-batch-1", results)
+    assert "| **all** | 200 | 1.30 | 1.28 | 1.75 | 0.985 | 0.975 to 0.995 |" in table
+    assert "no run at batch 8" in numbers.render("lengths-batch-8", results)
+    assert "0.985 times as fast as the best fixed length, 2" in numbers.render(
+        "lengths-sentence", results
+    )
+    (tmp_path / "lengths.json").write_text(json.dumps({**lengths, "tokens_equal": False}))
+    with pytest.raises(numbers.NumbersError, match="tokens with drafts differ"):
+        numbers.render("lengths-sentence", results)
+
+
+def test_rows_that_differ_from_the_heads_are_not_published(tmp_path: Path) -> None:
+    run = {"num_drafts": 3, "exact_equals_head": False, "policies": []}
+    (tmp_path / "acceptance.json").write_text(json.dumps({"rows": [run]}))
+    with pytest.raises(numbers.NumbersError, match="differs from the head"):
+        numbers.render("acceptance-rows-sentence", numbers.Results(tmp_path))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["decode.py", "acceptance.py"])
+@pytest.mark.parametrize("script", ["decode.py", "acceptance.py", "lengths.py"])
 def test_benchmarks_run(script: str, tmp_path: Path) -> None:
     from paceline.models.deepseek_v4.synth import preset_config, write_synthetic
 
@@ -299,5 +353,8 @@ def test_benchmarks_run(script: str, tmp_path: Path) -> None:
         assert "on_over_off" in result["ratios"]["batch_8"]
         same = {leg["name"]: leg["same_as_paceline"] for leg in result["runs"][0]["legs"]}
         assert same["transformers, 1 thr"]["equal"] == 2
+    elif script == "lengths.py":
+        assert [run["batch"] for run in result["runs"]] == [1, 8]
+        assert list(result["runs"][0]["rows"][0]["fixed"]) == ["0", "1", "3"]
     else:
         assert [run["num_drafts"] for run in result["runs"]] == [1, 3]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from sampling_kit import (
     VOCAB,
     Drafter,
     Table,
-    everything_served,
     make_sampler,
     picking,
     run_invariant,
@@ -29,12 +28,6 @@ from paceline.sampling.request import Sampler
 PROMPT = [1, 2, 2]
 LENGTH = 40
 TARGET = Table(1)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _served() -> Iterator[None]:
-    with everything_served():
-        yield
 
 
 def guessing(seed: int) -> Drafter:

@@ -135,7 +135,7 @@ class Asked:
 
     prompt: list[int]
     knobs: dict[str, Any]
-    num_drafts: int | None = None
+    num_drafts: Any = None
 
     def add(self, engine: Engine, **changes: Any) -> int:
         knobs = {"seed": 3, "max_tokens": 24, **self.knobs, **changes}
@@ -221,7 +221,7 @@ def test_drafts_and_company_change_nothing_in_random_combinations(part: int) -> 
             Asked(
                 prompt_of(rng.randrange(2, 14), rng.randrange(100)),
                 random_knobs(rng),
-                num_drafts=rng.randrange(0, 9),
+                num_drafts=rng.choice([*range(9), "auto"]),
             )
             for _ in range(5)
         ]
@@ -236,10 +236,13 @@ def test_drafts_and_company_change_nothing_in_random_combinations(part: int) -> 
         )
         numbers = [one.add(engine) for one in asked]
         out: dict[int, list[Emission]] = {number: [] for number in numbers}
+        # Of its own: how many steps there are is a matter of time where a number of drafts is auto.
+        chance, steps = random.Random(f"{part} {round_}"), 0
         while engine.has_work:
             for emission in engine.step():
                 out[emission.request_id].append(emission)
-            if round_ % 2 and rng.random() < 0.3:
+            steps += 1
+            if round_ % 2 and (steps == 1 or chance.random() < 0.3):
                 engine._scheduler.preempt_last()
         engine.check_idle()
         assert [outcome(out[number]) for number in numbers] == want
@@ -511,6 +514,64 @@ def test_the_head_gives_laws_to_the_rejection_rules(tiny_weights: Weights, accep
     assert engine.num_proposer_failures == 0
     # Laws so flat overlap, and most drafts are accepted.
     assert engine.speculation.acceptance_rate > 0.5
+
+
+class Script:
+    """Stands for a sampler: gives ids from a list and notes what it was asked."""
+
+    is_argmax = is_tempered = False
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+        self.asked: list[list[int]] = []
+        self.rows: list[npt.NDArray[np.float32]] = []
+
+    def pick(self, row: npt.NDArray[np.float32], *, drafted: list[int], mask: Any) -> int:
+        self.asked.append(list(drafted))
+        self.rows.append(row)
+        return self.ids[len(self.asked) - 1]
+
+    def draw(self, row: npt.NDArray[np.float32], *, drafted: list[int], mask: Any) -> Any:
+        token = self.pick(row, drafted=drafted, mask=mask)
+        return token, np.full(len(row), float(token))
+
+
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize(
+    ("ids", "drafted"), [([3, 9, 4], [3, 9, 4]), ([3, -2, 4], [3]), ([-2], []), ([-1], [])]
+)
+def test_the_head_hands_each_row_to_the_sampler_with_the_drafts_before_it(
+    tiny_weights: Weights, ids: list[int], drafted: list[int], draws: bool
+) -> None:
+    config = tiny_weights.config
+    head: Any = rig_engine(tiny_weights, mtp_vocab_size=64).drafting.proposer  # type: ignore[union-attr]
+    state = head.alloc_state_for(32)
+    script: Any = Script(ids)
+    draft = head.propose(
+        DraftRequest(
+            last_token=5,
+            position=1,
+            target_hidden=torch.zeros(config.hc_mult, config.hidden_size),
+            num_drafts=3,
+            history=[4, 5],
+            sampler=script,
+            draws=draws,
+        ),
+        state,
+    )
+    assert draft.tokens == drafted
+    assert script.asked == [ids[:j] for j in range(min(3, len(drafted) + 1))]
+    for row in script.rows:
+        assert len(row) == config.vocab_size
+        assert np.isfinite(row[:64]).all()
+        assert (row[64:] == -np.inf).all()
+    if draws:
+        assert [law[0] for law in draft.laws] == drafted
+    else:
+        assert draft.laws is None
+    # Rows that may not be finite are dropped; a row in which nothing was allowed is a good one.
+    assert head.num_nonfinite == (ids == [-1])
+    assert head.drafter_rows(state) == (0 if ids == [-1] else len(script.rows))
 
 
 def test_greedy_requests_cost_no_more_than_before(monkeypatch: pytest.MonkeyPatch) -> None:

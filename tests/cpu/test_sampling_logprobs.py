@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sampling_kit import KNOBS, VOCAB, Table, everything_served, make_sampler, naive_law, picking
+from sampling_kit import KNOBS, VOCAB, Table, make_sampler, naive_law, picking
 
 from paceline.draft import verify
 from paceline.sampling.logprobs import law_logprob, token_logprobs
@@ -32,12 +31,6 @@ DEVICES = [
         ],
     ),
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _served() -> Iterator[None]:
-    with everything_served():
-        yield
 
 
 def naive(row: list[float], chosen: int, top: int) -> TokenLogprob:

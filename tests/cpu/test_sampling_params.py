@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from sampling_kit import everything_served
 
-from paceline import types
-from paceline.types import RequestError, SamplingParams, UnsupportedError
+from paceline.types import RequestError, SamplingParams
 
 VLLM_NAMES = [
     "temperature",
@@ -35,13 +32,15 @@ VLLM_NAMES = [
     "logprobs",
     "prompt_logprobs",
 ]
-OWN_NAMES = ["json_schema", "json_object", "regex", "grammar", "choice", "num_drafts"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _served() -> Iterator[None]:
-    with everything_served():
-        yield
+OWN_NAMES = [
+    "json_schema",
+    "json_object",
+    "regex",
+    "grammar",
+    "choice",
+    "max_reasoning_tokens",
+    "num_drafts",
+]
 
 
 def test_the_names_are_vllms_and_each_is_described() -> None:
@@ -192,18 +191,3 @@ def test_unknown_names_and_best_of_are_refused_by_name() -> None:
         SamplingParams(best_of=4)  # type: ignore[call-arg]
     with pytest.raises(RequestError, match="unknown sampling parameters beams, length_penalty;"):
         SamplingParams.from_dict({"length_penalty": 1.0, "beams": 2})
-
-
-@pytest.mark.parametrize("name", ["temperature", "regex", "top_k"])
-def test_what_is_not_served_is_refused_by_name_and_its_default_taken(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    neutral = getattr(SamplingParams(), name)
-    monkeypatch.setattr(types, "_NOT_SERVED", {name: neutral})
-    given: Any = "a" if name == "regex" else 1
-    with pytest.raises(UnsupportedError, match=f"{name} is {given!r}; this version serves only"):
-        SamplingParams(**{name: given})
-    SamplingParams(**{name: neutral})
-    # What is wrong is wrong, served or not.
-    with pytest.raises(RequestError):
-        SamplingParams(**{name: -7})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,18 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sampling_kit import END, KNOBS, VOCAB, everything_served, make_sampler, naive_law
+from sampling_kit import END, KNOBS, VOCAB, make_sampler, naive_law
 
 from paceline.sampling.processors import Law, TokenHistory, allowed_by, law_of
 from paceline.sampling.request import NON_FINITE, NOTHING_ALLOWED, Sampler
 from paceline.types import RequestError, SamplingParams
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _served() -> Iterator[None]:
-    with everything_served():
-        yield
-
 
 IDS = st.integers(0, VOCAB - 1)
 # Quarters tie often; all values are exact, so that the naive law meets the same ties.

@@ -8,15 +8,12 @@ so that the second falls behind a refused draft, an accepted one or a step's end
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from sampling_kit import (
     KNOBS,
     VOCAB,
     Table,
-    everything_served,
     joint_law,
     make_sampler,
     p_value,
@@ -28,12 +25,6 @@ from paceline.sampling.processors import Law
 
 ALARM = 1e-4
 PROMPT = [1, 2, 2]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _served() -> Iterator[None]:
-    with everything_served():
-        yield
 
 
 CASES = [

@@ -8,7 +8,7 @@ together with less than 1 %.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -16,7 +16,6 @@ from sampling_kit import (
     KNOBS,
     VOCAB,
     Table,
-    everything_served,
     joint_law,
     make_sampler,
     p_value,
@@ -31,12 +30,6 @@ ALARM = 1e-4
 PROMPT = [1, 2, 2]
 TEMPERATURES = [0.3, 1.0, 1.7]
 Rule = Callable[..., tuple[int, int]]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _served() -> Iterator[None]:
-    with everything_served():
-        yield
 
 
 # Counting

@@ -288,8 +288,8 @@ def test_a_reasoning_budget_is_never_exceeded(tiny: LLM, budget: int, temperatur
         assert len(result.token_ids) == 24
         texts.append(result.token_ids)
         if budget == 1 and num_drafts:
-            # The step behind the prompt's begins where the marker is due: a draft for free.
-            assert result.speculation.accepted_by["grammar"] > 0
+            # The step behind the prompt's begins where the marker is due, which is drafted then.
+            assert result.speculation.num_accepted > 0
     assert all(text == texts[0] for text in texts)
     (free,) = tiny.generate("<｜User｜>a<｜Assistant｜></think>", params, allow_special=True)
     assert free.token_ids[:1] != [end]

@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from paceline.cli.bench import bench
+from paceline.cli.chat import chat
 from paceline.cli.generate import generate
 from paceline.cli.inspect import inspect
 from paceline.cli.synth import synth
@@ -63,7 +64,7 @@ def _paceline(
     """Complete text with DeepSeek-V4 models, drafting with their own MTP head."""
 
 
-for verb in (generate, bench, inspect, synth):
+for verb in (generate, chat, bench, inspect, synth):
     app.command()(verb)
 
 

@@ -26,7 +26,8 @@ from paceline.types import (
 if TYPE_CHECKING:
     from paceline.llm import LLM
 
-__all__ = ["generate"]
+__all__ = ["Screen", "generate", "summary"]
+
 
 def generate(
     model: options.Model = None,
@@ -191,7 +192,7 @@ def _run(
 
     The first of several answers is shown as it comes, the others when those before are done.
     """
-    screen = _Screen()
+    screen = Screen()
     started = first = time.perf_counter()
     num_tokens = 0
     waiting: list[list[StreamChunk]] = [[] for _ in range(params.n)]
@@ -249,7 +250,7 @@ _CONTROLS = {
 }
 
 
-class _Screen:
+class Screen:
     """Standard output; on a terminal drafts are tinted and stray control characters shown."""
 
     def __init__(self) -> None:
@@ -259,22 +260,28 @@ class _Screen:
         self._at_line_start = True
 
     def write(self, chunk: StreamChunk) -> None:
+        """Show what a step added."""
         for text, drafted in chunk.pieces:
-            shown = text.translate(_CONTROLS) if self._terminal else text
-            if drafted and self._tint:
-                shown = typer.style(shown, fg=typer.colors.GREEN)
-            # Before the write: Ctrl-C may come out of it, and end() must know what was shown.
-            self._at_line_start = text.endswith("\n")
-            sys.stdout.write(shown)
+            self.show(text, drafted=drafted)
         sys.stdout.flush()
+
+    def show(self, text: str, *, drafted: bool = False, dim: bool = False) -> None:
+        """Add a piece of text, which may still have to be flushed."""
+        shown = text.translate(_CONTROLS) if self._terminal else text
+        if self._tint and (drafted or dim):
+            shown = typer.style(shown, fg=typer.colors.GREEN if drafted else None, dim=dim or None)
+        # Before the write: Ctrl-C may come out of it, and end() must know what was shown.
+        self._at_line_start = text.endswith("\n")
+        sys.stdout.write(shown)
 
     def part(self) -> None:
         """End one answer; another follows."""
         self.end()
-        self._at_line_start = True
         sys.stdout.write("---\n")
 
     def end(self) -> None:
+        """Begin a line where none begins, and flush."""
         if not self._at_line_start:
+            self._at_line_start = True
             sys.stdout.write("\n")
         sys.stdout.flush()

@@ -20,6 +20,7 @@ from paceline.cache.drafter import DrafterRing
 from paceline.config import ModelConfig
 from paceline.draft.chain import Columns, DraftChain, DraftScorer, log_prob_of_best
 from paceline.draft.proposer import DraftBinding, DraftProposer, DraftRunner, DraftShape
+from paceline.draft.verify import race_rows
 from paceline.models.step import ChainingMtpBlock, MtpBlock, MtpInputs
 from paceline.ops.dense import DenseWeight
 from paceline.sampling.grammar import GrammarCursor
@@ -1208,10 +1209,14 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         rows = {
             row: self._scorer.spread(table[row], vocab_size=self._vocab_size) for row in steered
         }
+        raced = self._race(logits, {row: live[row] for row in steered}, masks, requests, drafted)
         for row, scores in rows.items():
             i = live[row]
             sampler, grammar = requests[i].sampler, requests[i].grammar
             assert sampler is not None
+            if row in raced:
+                ids[row] = raced[row]
+                continue
             mask = masks.get(i) if grammar is None else grammar.mask()
             if i in laws:
                 ids[row], law = sampler.draw(scores, drafted=drafted[i], mask=mask)
@@ -1229,6 +1234,31 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
                 own[row] += float(scores[ids[row]]) - float(best[row])
         return _Picked(ids, measured, own)
 
+    def _race(
+        self,
+        logits: torch.Tensor,
+        steered: dict[int, int],
+        masks: dict[int, torch.Tensor],
+        requests: Sequence[DraftRequest],
+        drafted: list[list[int]],
+    ) -> dict[int, int]:
+        """Picks of the rows that have a temperature only, by row, on a device that has one."""
+        if logits.device.type == "cpu" or self._scorer.width != self._vocab_size:
+            return {}
+        keys: dict[int, int] = {}
+        temperatures: list[float] = []
+        for row, i in steered.items():
+            request = requests[i]
+            sampler = request.sampler
+            free = request.grammar is None and i not in masks and not request.draws
+            if sampler is not None and sampler.is_tempered and free:
+                keys[row] = sampler.key(len(drafted[i]))
+                temperatures.append(sampler.knobs.temperature)
+        if not keys:
+            return {}
+        picks = race_rows(logits[list(keys)], list(keys.values()), temperatures)
+        return dict(zip(keys, picks, strict=True))
+
 
 def _forced_rest(grammar: GrammarCursor, room: int) -> list[int]:
     """The ids that fill a draft, walked over, where the grammar leaves no choice up to its end.
@@ -1236,12 +1266,11 @@ def _forced_rest(grammar: GrammarCursor, room: int) -> list[int]:
     A shorter run is nothing: what is guessed behind it needs the rows that a chain writes.
     """
     run = grammar.forced(room)
-    if len(run) < room:
-        follower = grammar.copy()
-        if not run or not all(map(follower.advance, run)) or not follower.is_finished:
-            return []
     for token in run:
         grammar.advance(token)
+    if len(run) < room and not grammar.is_finished:
+        grammar.rollback(len(run))
+        return []
     return run
 
 

@@ -14,7 +14,7 @@ from math import sqrt
 from paceline.cache.blocks import BLOCK_TOKENS
 from paceline.types import SpeculationStats
 
-__all__ = ["Alarm", "Repeats", "drafting_alarms", "prefix_alarms"]
+__all__ = ["ALARM_NAMES", "Alarm", "Repeats", "drafting_alarms", "prefix_alarms"]
 
 MIN_DRAFTS = 200
 """Drafts at a position, or drafted steps, below which nothing is said."""
@@ -43,6 +43,15 @@ MIN_LOOKUPS = 20
 """Requests with a beginning that an earlier one had, below which nothing is said."""
 
 
+ALARM_NAMES = (
+    "never_accepted",
+    "always_accepted",
+    "length_one",
+    "second_above_first",
+    "no_prefix_hits",
+)
+"""Every kind of sign there is."""
+
 _MOST_SEEN = 1024
 
 
@@ -51,8 +60,7 @@ class Alarm:
     """One sign.
 
     Attributes:
-        name: what kind, the same in every process: "never_accepted", "always_accepted",
-            "length_one", "second_above_first", "no_prefix_hits".
+        name: what kind, one of `ALARM_NAMES`.
         message: the counts it was read from, and what to look at.
     """
 

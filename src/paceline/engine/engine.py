@@ -262,6 +262,11 @@ class Engine:
         return self._scheduler.max_seq_len
 
     @property
+    def max_num_seqs(self) -> int:
+        """Requests that run at once."""
+        return self._scheduler.max_num_seqs
+
+    @property
     def num_forwards(self) -> int:
         """Target forwards so far."""
         return self._runner.num_forwards
@@ -426,6 +431,26 @@ class Engine:
         ]
         if away or not self._scheduler.all_slots_home:
             raise RuntimeError(f"the engine is not idle: {', '.join(away) or 'a slot is taken'}")
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are queued, those included that wait for another one's prompt."""
+        return len(self._requests) - self.num_running
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a slot."""
+        return self._scheduler.num_running
+
+    @property
+    def num_blocks(self) -> int:
+        """Cache blocks in all."""
+        return self._scheduler.allocator.num_blocks
+
+    @property
+    def num_kept_blocks(self) -> int:
+        """Cache blocks that hold prefixes for later requests."""
+        return 0 if self.prefix is None else self.prefix.tree.num_blocks
 
     @property
     def num_free_blocks(self) -> int:

@@ -13,7 +13,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +42,7 @@ Kind = Literal["json_schema", "json_object", "regex", "grammar", "choice", "tool
 MAX_MULTIPLE_OF = 100_000
 """Largest `multipleOf` of a schema: the automaton that divides has as many states."""
 
-_KEPT_MASKS = 32
+_KEPT_PLACES = 32
 """Places whose masks are kept behind the newest: more than a step can verify."""
 
 
@@ -321,21 +321,48 @@ class Grammar:
         return _MatcherCursor(self)
 
 
-class _MatcherCursor(GrammarCursor):
-    """Walks a library's matcher; a matcher that failed is made anew where the walk goes back."""
+class _Place(NamedTuple):
+    """What a place allows: its mask, whether that has end ids only, and its id if it has one."""
 
-    __slots__ = ("_ended", "_grammar", "_masks", "_matcher", "_tokens", "_undone")
+    words: Words
+    ends: bool
+    only: int | None
+
+
+class _MatcherCursor(GrammarCursor):
+    """Walks a library's matcher, which follows where a mask is not known yet and only there.
+
+    So walking the same drafts to draft, to verify and to commit costs the library one way. A
+    matcher that failed is made anew where the walk went back.
+    """
+
+    __slots__ = (
+        "_agreed",
+        "_ended",
+        "_failure",
+        "_grammar",
+        "_matcher",
+        "_places",
+        "_taken",
+        "_tokens",
+        "_undone",
+    )
 
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
-        self._matcher = grammar.start.fork()
         self._tokens: list[int] = []
-        # Of the places walked, and of those behind that were taken back: a mask by place.
-        self._masks: dict[int, Words] = {}
-        # Ids taken back, the next one last: masks beyond hold as long as they come again.
-        self._undone: list[int] = []
-        # Place of the first end id walked over.
+        # Place of the first end id walked over; the matcher does not hear of those.
         self._ended: int | None = None
+        self._matcher = grammar.start.fork()
+        # Ids the matcher took, of which the first `_agreed` are the walk's.
+        self._taken: list[int] = []
+        self._agreed = 0
+        # By number of ids before them: the last places, and those ahead that were taken back.
+        self._places: dict[int, _Place] = {}
+        # Ids taken back, the next one last: what is known ahead holds as long as they come again.
+        self._undone: list[int] = []
+        # Where the library could go on no more, and why.
+        self._failure: tuple[int, str] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -343,83 +370,101 @@ class _MatcherCursor(GrammarCursor):
 
     @property
     def error(self) -> str | None:
-        return self._matcher.error
+        at, reason = self._failure or (-1, None)
+        return reason if at == len(self._tokens) else None
 
     @property
     def is_finished(self) -> bool:
-        if self._ended is not None:
-            return True
-        words = self.mask()
-        return bool(words.any()) and not (words & ~self._grammar.ends).any()
+        return self._ended is not None or self._place().ends
 
     def mask(self) -> Words:
-        place = len(self._tokens)
-        known = self._masks.get(place)
-        if known is not None:
-            return known
-        if self._ended is not None:
-            words = self._grammar.ends
-        else:
-            words = self._matcher.words()
-            words &= self._grammar.usable
-            words.flags.writeable = False
-        self._masks[place] = words
+        return self._place().words
+
+    def _place(self) -> _Place:
+        at = len(self._tokens)
+        known = self._places.get(at)
+        if known is None:
+            ends = self._grammar.ends
+            words = ends if self._ended is not None else self._computed()
+            only = _only(words)
+            known = _Place(words, bool(words.any()) and not (words & ~ends).any(), only)
+            self._places[at] = known
+        return known
+
+    def _computed(self) -> Words:
+        at = len(self._tokens)
+        words = self._matcher.words() if self._follow() else np.zeros_like(self._grammar.ends)
+        if self._failure is None and self._matcher.error is not None:
+            self._failure = at, self._matcher.error
+        words &= self._grammar.usable
+        words.flags.writeable = False
         return words
+
+    def _follow(self) -> bool:
+        """Bring the matcher here; False where it cannot come."""
+        behind = len(self._taken) - self._agreed
+        if self._matcher.error is not None or (behind and not self._matcher.back(behind)):
+            self._matcher = self._grammar.start.fork()
+            self._agreed = 0
+        del self._taken[self._agreed :]
+        for token in self._tokens[self._agreed :]:
+            if not self._matcher.take(token):
+                reason = self._matcher.error or "it does not take what it allowed"
+                self._failure = len(self._tokens), reason
+                return False
+            self._taken.append(token)
+        self._agreed = len(self._taken)
+        return True
 
     def advance(self, token: int) -> bool:
         if not self.allows(token):
             return False
-        if self._ended is None:
-            if _has(self._grammar.ends, token):
-                self._ended = len(self._tokens)
-            elif not self._matcher.take(token):
-                # It allowed the id and then could not follow: it ran into a limit of its own.
-                self._restart()
-                return False
+        at = len(self._tokens)
+        if self._ended is None and _has(self._grammar.ends, token):
+            self._ended = at
+        elif self._agreed == at < len(self._taken) and self._taken[at] == token:
+            self._agreed += 1
         if self._undone and self._undone.pop() != token:
-            self._forget_ahead()
+            self._undone.clear()
+            self._places = {place: one for place, one in self._places.items() if place <= at}
+            self._failure = None
         self._tokens.append(token)
-        self._masks.pop(len(self._tokens) - _KEPT_MASKS, None)
+        self._places.pop(at - _KEPT_PLACES, None)
         return True
 
     def rollback(self, num_tokens: int) -> None:
         walked = len(self._tokens)
         if not 0 <= num_tokens <= walked:
             raise ValueError(f"{num_tokens} tokens to go back; allowed are 0 to {walked}")
-        if not num_tokens:
-            return
         left = walked - num_tokens
-        taken = walked if self._ended is None else self._ended
         if self._ended is not None and self._ended >= left:
             self._ended = None
-        failed = self._matcher.error is not None
+        self._agreed = min(self._agreed, left)
         self._undone += reversed(self._tokens[left:])
         del self._tokens[left:]
-        back = max(0, taken - left)
-        if failed or (back and not self._matcher.back(back)):
-            self._restart()
+
+    def forced(self, limit: int) -> list[int]:
+        run: list[int] = []
+        while len(run) < limit and (token := self._place().only) is not None:
+            if _has(self._grammar.ends, token):
+                break
+            self.advance(token)
+            run.append(token)
+        self.rollback(len(run))
+        return run
 
     def copy(self) -> GrammarCursor:
         other = _MatcherCursor.__new__(_MatcherCursor)
         other._grammar = self._grammar
-        other._matcher = self._matcher.fork()
         other._tokens = self._tokens.copy()
-        other._masks = self._masks.copy()
-        other._undone = self._undone.copy()
         other._ended = self._ended
+        other._matcher = self._matcher.fork()
+        other._taken = self._taken.copy()
+        other._agreed = self._agreed
+        other._places = self._places.copy()
+        other._undone = self._undone.copy()
+        other._failure = self._failure
         return other
-
-    def _forget_ahead(self) -> None:
-        self._undone.clear()
-        place = len(self._tokens)
-        self._masks = {at: words for at, words in self._masks.items() if at <= place}
-
-    def _restart(self) -> None:
-        """Walk the way here with a new matcher."""
-        self._matcher = self._grammar.start.fork()
-        for token in self._tokens[: self._ended]:
-            if not self._matcher.take(token):
-                break
 
 
 class AfterMarker(GrammarCursor):

@@ -240,22 +240,36 @@ def _call_rules(number: int, tool: dict[str, Any], marker: str) -> list[str]:
     if beyond:
         allowed = ", ".join(sorted(_OBJECT_KEYS))
         raise RequestError(f"{where} use {', '.join(sorted(beyond))}; allowed are {allowed}")
+    for one in (name, *properties):
+        if not one or '"' in one:
+            raise RequestError(
+                f"{where} hold the name {one!r}; allowed are names that are not empty and have no "
+                "quotation mark, which the markup could not give back"
+            )
     unknown = [key for key in required if key not in properties]
     if unknown:
         raise RequestError(f"{where} require {unknown[0]!r}, which is no property of theirs")
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     rules: list[str] = []
-    parts = []
+    # first_i: the arguments from i on, one at least; rest_i: the same, or none.
+    firsts: list[str] = []
     for place, (key, value) in enumerate(properties.items()):
         rule = f"p_{number}_{place}"
-        parts.append(rule if key in required else f"{rule}?")
+        follows = f" rest_{number}_{place + 1}" if place + 1 < len(properties) else ""
+        rules.append(f"rest_{number}_{place}: {rule}{'' if key in required else '?'}{follows}")
+        if not any(earlier in required for earlier in list(properties)[:place]):
+            firsts.append(f"{rule}{follows}")
         variants = _parameter_variants(key, value, shared, rule, rules, where)
         head = _literal(f'parameter name="{key}" string="')
         rules.append(
             f'{rule}: "<" {marker} {head} ({" | ".join(variants)}) {marker} "parameter>\\n"'
         )
+    arguments = [f'({" | ".join(firsts)}) "</"'] if firsts else []
+    if not required:
+        # What joins arguments and the closing tag is there without arguments too.
+        arguments.append('"\\n</"')
     head = _literal(f'invoke name="{name}">\n')
-    body = f'"<" {marker} {head} {" ".join(parts)} "</" {marker} "invoke>"'
+    body = f'"<" {marker} {head} ({" | ".join(arguments)}) {marker} "invoke>"'
     return [f"call_{number}: {body}", *rules]
 
 

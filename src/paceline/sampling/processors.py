@@ -231,9 +231,8 @@ def compile_knobs(
     allowed = None
     if params.allowed_token_ids is not None:
         allowed = sorted(set(checked("allowed_token_ids", params.allowed_token_ids)))
-    left = set(range(vocab_size) if allowed is None else allowed) - set(banned)
-    if params.min_tokens:
-        left -= set(stops)
+    barred = set(banned) | (set(stops) if params.min_tokens else set())
+    left = vocab_size - len(barred) if allowed is None else len(set(allowed) - barred)
     if not left:
         raise RequestError(
             "allowed_token_ids, bad_words and min_tokens leave no token; allowed are combinations "

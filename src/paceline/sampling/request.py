@@ -15,6 +15,7 @@ from paceline.sampling.processors import (
     Law,
     Mask,
     TokenHistory,
+    allowed_by,
     compile_knobs,
     law_of,
     process,
@@ -150,10 +151,18 @@ class Sampler:
         Returns:
             An id, or a key of `FAILURES`; arguments are those of `law`.
         """
-        if mask is None and self.is_argmax:
+        if self.is_argmax:
             raw = host_row(logits)
             best = int(raw.argmax())
-            return best if np.isfinite(raw[best]) else NON_FINITE
+            if not np.isfinite(raw[best]):
+                return NON_FINITE
+            if mask is None:
+                return best
+            ids = np.flatnonzero(allowed_by(mask, len(raw)))
+            some = raw[ids]
+            if not len(ids) or some.max() == -np.inf:
+                return NOTHING_ALLOWED
+            return int(ids[some.argmax()])
         law = self.law(logits, drafted=drafted, mask=mask)
         return law if isinstance(law, int) else race(law, self.key(len(drafted)))
 

@@ -1,0 +1,452 @@
+"""The engine on a thread of its own: jobs go in through a queue, chunks come back to the loop.
+
+Neither side waits for the other. The engine's thread never blocks on a reader: what a reader has
+not taken yet is joined to one chunk per answer, so that a slow one holds at most its answers' text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from queue import Empty, SimpleQueue
+from time import monotonic
+
+from paceline.engine import Emission, Engine
+from paceline.llm import LLM, Answer
+from paceline.sampling.grammar import Grammar
+from paceline.server.errors import ApiError, overloaded, shutting_down, unavailable
+from paceline.types import PacelineError, SamplingParams, StreamChunk
+
+__all__ = ["EngineThread", "Job", "Mailbox"]
+
+_log = logging.getLogger(__name__)
+
+MAX_FAILED_STEPS = 3
+"""Steps in a row that may fail, each costing all answers that run, before the engine is dead."""
+
+JOIN_SECONDS = 5.0
+"""How long a step may go on after the end before its thread is given up."""
+
+_MAX_RETRY_SECONDS = 60
+
+
+class _Gathered:
+    """Chunks of one answer that nobody has taken; adding one costs what is in it."""
+
+    def __init__(self, chunk: StreamChunk) -> None:
+        self._last = chunk
+        self._texts = [chunk.text]
+        self._token_ids = list(chunk.token_ids)
+        self._drafted = list(chunk.drafted)
+        self._pieces = list(chunk.pieces)
+        self._logprobs = None if chunk.logprobs is None else list(chunk.logprobs)
+
+    def add(self, chunk: StreamChunk) -> None:
+        self._last = chunk
+        self._texts.append(chunk.text)
+        self._token_ids += chunk.token_ids
+        self._drafted += chunk.drafted
+        self._pieces += chunk.pieces
+        if chunk.logprobs is not None:
+            self._logprobs = (self._logprobs or []) + chunk.logprobs
+
+    def joined(self) -> StreamChunk:
+        return replace(
+            self._last,
+            text="".join(self._texts),
+            token_ids=self._token_ids,
+            drafted=self._drafted,
+            pieces=self._pieces,
+            logprobs=self._logprobs,
+        )
+
+
+class Mailbox:
+    """What the engine's thread has for one reader on an event loop.
+
+    Args:
+        loop: the reader's, which runs.
+
+    Attributes:
+        accepted: on the reader's loop; None once all answers are queued, or why they are not.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.accepted: asyncio.Future[Exception | None] = loop.create_future()
+        self._lock = threading.Lock()
+        self._event = asyncio.Event()
+        self._chunks: dict[tuple[int, int], _Gathered] = {}
+        self._error: Exception | None = None
+        self._told = False
+
+    def put(self, chunk: StreamChunk) -> bool:
+        """Add a chunk, from any thread; whether the reader is to be woken."""
+        key = (chunk.index, chunk.sample_index)
+        with self._lock:
+            gathered = self._chunks.get(key)
+            if gathered is None:
+                self._chunks[key] = _Gathered(chunk)
+            else:
+                gathered.add(chunk)
+            told, self._told = self._told, True
+        return not told
+
+    def fail(self, error: Exception) -> None:
+        """End with an error behind the chunks that are there, from any thread; the first stays."""
+        with self._lock:
+            self._error = self._error or error
+        _call(self.loop, partial(self._settle, error))
+
+    def accept(self) -> None:
+        """Tell the reader that its answers are queued, from any thread."""
+        _call(self.loop, partial(self._settle, None))
+
+    def wake(self) -> None:
+        """Wake the reader; on its loop."""
+        self._event.set()
+
+    async def take(self) -> list[StreamChunk]:
+        """Wait for chunks and take them, at most one per answer.
+
+        Raises:
+            Exception: what `fail` was given, once all chunks were taken.
+        """
+        while True:
+            with self._lock:
+                gathered, self._chunks = self._chunks, {}
+                self._told = False
+                error = self._error
+            if gathered:
+                return [one.joined() for one in gathered.values()]
+            if error is not None:
+                raise error
+            await self._event.wait()
+            self._event.clear()
+
+    def _settle(self, error: Exception | None) -> None:
+        if not self.accepted.done():
+            self.accepted.set_result(error)
+        self._event.set()
+
+
+@dataclass(eq=False, kw_only=True)
+class Job:
+    """One HTTP request's prompts.
+
+    Attributes:
+        prompts: as ids, each with `params.n` answers.
+        params: of all of them.
+        grammar: what the answers follow, or None.
+        mailbox: where chunks go; `StreamChunk.index` is the prompt's place.
+        running: the engine's numbers of answers that have not ended; the engine thread's.
+        num_open: answers that have not ended, in the engine or before it; the engine thread's.
+    """
+
+    prompts: list[list[int]]
+    params: SamplingParams
+    grammar: Grammar | None
+    mailbox: Mailbox
+    running: set[int] = field(default_factory=set)
+    num_open: int = 0
+
+    @property
+    def num_answers(self) -> int:
+        """Answers in all."""
+        return len(self.prompts) * self.params.n
+
+
+class EngineThread:
+    """Runs an LLM's engine for many readers.
+
+    The LLM is this object's from `start` to `stop`; its tokenizer, grammar compiler and `encode`
+    may be used elsewhere. All methods may be called from any thread.
+
+    Args:
+        llm: what answers.
+        max_waiting: answers that may wait beside those that run.
+        stall_seconds: longest step of a healthy engine.
+        after_step: called on the engine's thread with (engine, tokens emitted, answers accepted
+            and not in the engine) after each step and when requests go; if it raises, that is
+            logged once and it is called no more.
+
+    Attributes:
+        llm: what answers.
+        max_answers: answers there may be at once.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        *,
+        max_waiting: int = 64,
+        stall_seconds: float = 30.0,
+        after_step: Callable[[Engine, int, int], None] | None = None,
+    ) -> None:
+        self.llm = llm
+        self.max_answers = llm.engine.max_num_seqs + max_waiting
+        self._stall_seconds = stall_seconds
+        self._after_step = after_step
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._jobs: set[Job] = set()
+        self._num_answers = 0
+        self._answers: dict[int, tuple[Job, Answer, float]] = {}
+        self._seconds_per_answer = 1.0
+        self._draining = False
+        self._deadline = math.inf
+        self._stopping = False
+        self._died: str | None = None
+        self._failed_steps = 0
+        self._busy_since: float | None = None
+        self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    @property
+    def num_answers(self) -> int:
+        """Answers accepted and not over."""
+        return self._num_answers
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the engine is not healthy, or None."""
+        if self._died is not None:
+            return self._died
+        if not self._thread.is_alive():
+            return "its thread does not run"
+        since = self._busy_since
+        if since is not None and monotonic() - since > self._stall_seconds:
+            return f"it has not stepped for {monotonic() - since:.0f} s although there is work"
+        return None
+
+    def check_room(self, num_answers: int) -> None:
+        """Refuse what there is no room for now.
+
+        Raises:
+            ApiError: 400 where there never is, 429 where there is none now, 503 where the engine
+                is dead or shuts down.
+        """
+        with self._lock:
+            self._check_room(num_answers)
+
+    def _check_room(self, num_answers: int) -> None:
+        if self._died is not None:
+            raise unavailable(self._died)
+        if self._draining:
+            raise shutting_down()
+        if num_answers > self.max_answers:
+            raise ApiError(
+                400,
+                f"the request wants {num_answers} answers; allowed are {self.max_answers} at once",
+                param="n",
+            )
+        if self._num_answers + num_answers > self.max_answers:
+            raise overloaded(self._retry_seconds())
+
+    def _retry_seconds(self) -> int:
+        """When a place should be free: an answer's time over those that run beside each other."""
+        expected = self._seconds_per_answer / self.llm.engine.max_num_seqs
+        return max(1, min(_MAX_RETRY_SECONDS, math.ceil(expected)))
+
+    def submit(self, job: Job) -> None:
+        """Queue a job; its mailbox says whether the engine took it.
+
+        Raises:
+            ApiError: as `check_room`.
+        """
+        with self._lock:
+            self._check_room(job.num_answers)
+            job.num_open = job.num_answers
+            self._num_answers += job.num_answers
+            self._jobs.add(job)
+        self._commands.put(partial(self._begin, job))
+
+    def abort(self, job: Job) -> None:
+        """End what still runs of a job before the next step; nobody is told."""
+        self._commands.put(partial(self._abort, job))
+
+    def drain(self, seconds: float) -> None:
+        """Take no more, and end what runs after so many seconds with an error for its reader."""
+        with self._lock:
+            self._draining = True
+            self._deadline = min(self._deadline, monotonic() + seconds)
+        self._commands.put(_nothing)
+
+    def stop(self) -> None:
+        """End what runs with an error for its reader, and the thread; a second call is free."""
+        self.drain(0.0)
+        self._stopping = True
+        self._commands.put(_nothing)
+        if self._thread.is_alive():
+            self._thread.join(JOIN_SECONDS)
+        if self._thread.is_alive():
+            _log.error("the engine's step did not end in %g s; it is given up", JOIN_SECONDS)
+        self._fail_all(shutting_down())
+
+    # On the engine's thread
+
+    def _run(self) -> None:
+        engine = self.llm.engine
+        try:
+            while not self._stopping:
+                self._obey(wait=not engine.has_work)
+                if monotonic() >= self._deadline:
+                    self._cancel_all(shutting_down())
+                if engine.has_work:
+                    self._step(engine)
+                else:
+                    self._busy_since = None
+            self._cancel_all(shutting_down())
+        except BaseException as error:
+            _log.exception("the engine's thread died")
+            self._die(f"its thread died of {type(error).__name__}: {error}")
+
+    def _obey(self, *, wait: bool) -> None:
+        """Carry out what was asked; wait for something where there is nothing else to do."""
+        while True:
+            try:
+                command = self._commands.get(block=wait)
+            except Empty:
+                return
+            if self._busy_since is None:
+                self._busy_since = monotonic()
+            command()
+            wait = False
+
+    def _step(self, engine: Engine) -> None:
+        self._busy_since = monotonic()
+        try:
+            emissions = engine.step()
+            self._failed_steps = 0
+        except Exception as error:
+            self._step_failed(error)
+            return
+        self._busy_since = monotonic()
+        self._deliver(emissions)
+        self._watched(sum(len(emission.token_ids) for emission in emissions))
+
+    def _step_failed(self, error: Exception) -> None:
+        """A step that fails costs all that run; several in a row the engine."""
+        _log.exception("a step failed; %d answers end with it", len(self._answers))
+        self._failed_steps += 1
+        self._cancel_all(
+            ApiError(500, f"the step failed: {type(error).__name__}", code="step_failed")
+        )
+        if self._failed_steps >= MAX_FAILED_STEPS:
+            raise RuntimeError(f"{self._failed_steps} steps in a row failed") from error
+
+    def _deliver(self, emissions: Iterable[Emission]) -> None:
+        waking: dict[asyncio.AbstractEventLoop, list[Mailbox]] = {}
+        for emission in emissions:
+            job, answer, begun_at = self._answers[emission.request_id]
+            chunk = answer.take(emission)
+            if chunk.result is not None:
+                seconds = monotonic() - begun_at
+                self._seconds_per_answer += 0.1 * (seconds - self._seconds_per_answer)
+                self._over(emission.request_id)
+            if job.mailbox.put(chunk):
+                waking.setdefault(job.mailbox.loop, []).append(job.mailbox)
+        for loop, mailboxes in waking.items():
+            _call(loop, partial(_wake, mailboxes))
+
+    def _begin(self, job: Job) -> None:
+        if job not in self._jobs:
+            return
+        now = monotonic()
+        error: Exception
+        try:
+            for index, ids in enumerate(job.prompts):
+                begun = self.llm.begin(ids, job.params, grammar=job.grammar, index=index)
+                for request_id, answer in begun.items():
+                    self._answers[request_id] = (job, answer, now)
+                    job.running.add(request_id)
+        except PacelineError as refusal:
+            error = refusal
+        except Exception as fault:
+            _log.exception("a request could not be begun")
+            error = ApiError(500, f"{type(fault).__name__} at the request's start")
+        else:
+            job.mailbox.accept()
+            return
+        self._abort(job)
+        job.mailbox.fail(error)
+
+    def _abort(self, job: Job) -> None:
+        for request_id in list(job.running):
+            self.llm.engine.abort(request_id)
+            self._over(request_id)
+        self._forget(job)
+        self._watched(0)
+
+    def _over(self, request_id: int) -> None:
+        """Forget an answer, and its job with the last."""
+        job, _, _ = self._answers.pop(request_id)
+        job.running.discard(request_id)
+        with self._lock:
+            job.num_open -= 1
+            self._num_answers -= 1
+        if not job.num_open:
+            self._forget(job)
+
+    def _forget(self, job: Job) -> None:
+        """Let a job go, with answers that never came into the engine."""
+        with self._lock:
+            self._num_answers -= job.num_open
+            job.num_open = 0
+            self._jobs.discard(job)
+
+    def _cancel_all(self, error: Exception) -> None:
+        for job in list(self._jobs):
+            self._abort(job)
+            job.mailbox.fail(error)
+
+    def _watched(self, num_emitted: int) -> None:
+        if self._after_step is None:
+            return
+        try:
+            self._after_step(
+                self.llm.engine, num_emitted, max(0, self._num_answers - len(self._answers))
+            )
+        except Exception:
+            _log.exception("what watches the steps failed; it is called no more")
+            self._after_step = None
+
+    # On either
+
+    def _die(self, reason: str) -> None:
+        self._died = reason
+        self._fail_all(unavailable(reason))
+
+    def _fail_all(self, error: Exception) -> None:
+        """Tell the readers that are left; the engine is of no use any more."""
+        with self._lock:
+            self._draining = True
+            jobs, self._jobs = self._jobs, set()
+            self._num_answers = 0
+        for job in jobs:
+            job.mailbox.fail(error)
+
+
+def _nothing() -> None:
+    """Wake the thread."""
+
+
+def _wake(mailboxes: list[Mailbox]) -> None:
+    for mailbox in mailboxes:
+        mailbox.wake()
+
+
+def _call(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    try:
+        loop.call_soon_threadsafe(callback)
+    except RuntimeError:
+        # The loop is closed, and its readers with it.
+        _log.debug("a reader's loop is closed")
