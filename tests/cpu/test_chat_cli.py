@@ -430,6 +430,8 @@ def test_a_refusal_is_told(server: FakeServer, status: int, code: int, message: 
         ([said("Hel"), {"error": {"message": "the engine is dead"}}], "the engine is dead"),
         (["{nonsense"], "does not answer in OpenAI's form"),
         ([["a"]], "does not answer in OpenAI's form"),
+        ([{"choices": ["a"]}], "does not answer in OpenAI's form"),
+        ([said("a", pieces=[1])], "does not answer in OpenAI's form"),
     ],
 )
 def test_a_stream_that_breaks_is_an_error(

@@ -23,7 +23,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline import SamplingParams, bundled_model_path
-from paceline.sampling.grammar import AfterMarker, Grammar, GrammarSpec, Matcher, walk, words_of
+from paceline.sampling.grammar import (
+    AfterMarker,
+    Grammar,
+    GrammarSpec,
+    Matcher,
+    Words,
+    walk,
+    words_of,
+)
 from paceline.sampling.grammar_compiler import GrammarCompiler
 from paceline.sampling.request import NON_FINITE, Sampler
 from paceline.text import Tokenizer
@@ -175,6 +183,15 @@ def test_markers_and_rows_without_a_token_are_never_text(compiler: GrammarCompil
     assert text_of(ids) == "｜DSML｜"
 
 
+def test_an_id_without_a_token_is_not_allowed_where_a_grammar_names_it(
+    compiler: GrammarCompiler,
+) -> None:
+    beyond = TOKENIZER.vocab_size + 2
+    cursor = compiler.compile(GrammarSpec("grammar", f'start: "ab" | <[{beyond}]>')).cursor()
+    assert ids_of(cursor.mask())
+    assert not cursor.allows(beyond)
+
+
 def test_a_marker_comes_where_the_grammar_names_its_id(compiler: GrammarCompiler) -> None:
     cursor = compiler.compile(GrammarSpec("grammar", f'start: "ab" <[{MARKER}]> "no"')).cursor()
     assert cursor.forced(9) == [*TOKENIZER.encode("ab"), MARKER, *TOKENIZER.encode("no")]
@@ -251,44 +268,47 @@ def test_no_more_is_taken_back_than_was_walked(compiler: GrammarCompiler, name: 
 
 def test_a_library_that_runs_into_a_limit_is_made_anew_on_the_way_back() -> None:
     class Limited:
-        """Takes any id, and breaks for good behind three."""
+        """Takes any id, and breaks for good behind three of which the first is 1."""
 
-        def __init__(self, walked: int = 0, broken: bool = False) -> None:
-            self.walked, self.broken = walked, broken
+        def __init__(self, ids: tuple[int, ...] = (), broken: bool = False) -> None:
+            self.ids, self.broken = ids, broken
 
         @property
         def error(self) -> str | None:
             return "too many states" if self.broken else None
 
-        def words(self):
-            self.broken |= self.walked >= 3
-            return words_of((), 64).copy() if self.broken else words_of(range(1, 9), 64).copy()
+        def words(self) -> Words:
+            self.broken |= len(self.ids) >= 3 and self.ids[0] == 1
+            return words_of(() if self.broken else range(1, 9), 64).copy()
 
         def take(self, token: int) -> bool:
-            self.walked += not self.broken
+            self.ids += (token,) * (not self.broken)
             return not self.broken
 
         def back(self, num_tokens: int) -> bool:
             assert not self.broken, "nothing may be asked of it"
-            self.walked -= num_tokens
+            self.ids = self.ids[:-num_tokens]
             return True
 
         def fork(self) -> Matcher:
-            return Limited(self.walked, self.broken)
+            return Limited(self.ids, self.broken)
 
     grammar = Grammar(SPECS["regex"], Limited(), 64, words_of(range(64), 64), words_of([0], 64))
     cursor = grammar.cursor()
     masks = walk(cursor, [1, 2, 3, 4])
     assert [len(ids_of(words)) for words in masks] == [8, 8, 8, 0]
     assert cursor.error is None
-    assert cursor.advance(5)
-    assert cursor.advance(5)
-    assert len(ids_of(cursor.mask())) == 8
-    assert cursor.advance(5)
+    # Another way is open, to the same place too.
+    assert [len(ids_of(words)) for words in walk(cursor, [5, 2, 3, 4])] == [8] * 5
+    assert all(cursor.advance(5) for _ in range(3))
+    assert cursor.error is None
+    cursor.rollback(3)
+    assert all(cursor.advance(token) for token in (1, 5, 5))
     assert ids_of(cursor.mask()) == []
     assert not cursor.is_finished, "a failure is no end"
     assert cursor.error == "too many states"
     assert not cursor.advance(5)
+    assert cursor.copy().error == "too many states"
 
 
 # Drafts
@@ -466,9 +486,25 @@ def test_text_before_calls_is_free_and_alone_where_calls_are_not_required(
     assert text_of(free.forced(200)) == (
         'tool_calls>\n<｜DSML｜invoke name="now">\n\n</｜DSML｜invoke>\n'
     )
-    spelled = must.copy()
-    taken = [spelled.advance(token) for token in TOKENIZER.encode("｜DSML｜")]
-    assert not all(taken), "a marker spelled out in text would be read as one"
+    plain = compiler.compile(GrammarSpec.tool_calls([NOW])).cursor()
+    for spelled in (must, plain):
+        taken = [spelled.advance(token) for token in TOKENIZER.encode("｜DSML｜")]
+        assert not all(taken), "a marker spelled out in text would be read as one"
+
+
+def test_a_string_of_a_call_does_not_spell_the_marker_that_ends_it(
+    compiler: GrammarCompiler,
+) -> None:
+    for schema in ({"type": "string"}, {"type": "string", "maxLength": 40}):
+        tool = {"name": "f", "parameters": {"properties": {"s": schema}, "required": ["s"]}}
+        cursor = compiler.compile(GrammarSpec.tool_calls([{"function": tool}])).cursor()
+        for piece in ("\n\n<", ">tool_calls>\n<", '>invoke name="f">\n<'):
+            ids = TOKENIZER.encode(piece.removeprefix(">"))
+            assert all(map(cursor.advance, [MARKER] * piece.startswith(">") + ids))
+        ids = TOKENIZER.encode('parameter name="s" string="true">ab</')
+        assert all(map(cursor.advance, [MARKER, *ids]))
+        assert cursor.allows(MARKER)
+        assert not all(map(cursor.advance, TOKENIZER.encode("｜DSML｜")))
 
 
 @pytest.mark.parametrize(

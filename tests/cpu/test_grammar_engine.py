@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
 import re
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -332,3 +334,55 @@ def test_rows_of_masks_stay_beside_their_drafts_where_some_are_cut(llm: LLM) -> 
     with LLM(keep_drafts=0.5, **options) as model:
         done = run(model, prompts, given)
     assert [one.token_ids for one in done] == plain
+
+
+def test_others_go_on_while_a_grammar_is_compiled(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(max_tokens=60, num_drafts=0, ignore_eos=True)
+    alone = llm.generate(["Once "], params)[0].token_ids
+    run(llm, ["a"], [{"regex": "warm"}])
+    compiler = llm._grammars
+    assert compiler is not None
+    stream = llm.stream("Once ", params)
+    chunks = [next(stream)]
+    start = llm.engine.num_forwards
+
+    class Slow(Future[Any]):
+        def done(self) -> bool:
+            return llm.engine.num_forwards >= start + 20
+
+    waited: list[int] = []
+    submit = compiler.submit
+
+    def slowly(spec: Any) -> Future[Any]:
+        if waited:
+            waited.append(llm.engine.num_forwards - start)
+            return submit(spec)
+        waited.append(0)
+        return Slow()
+
+    monkeypatch.setattr(compiler, "submit", slowly)
+    assert run(llm, ["Say "], [{"regex": "[0-9]{3}"}])[0].text.isdigit()
+    assert waited == [0, 20], "the other request stood still"
+    chunks += stream
+    assert [token for chunk in chunks for token in chunk.token_ids] == alone
+
+
+@pytest.mark.skipif(importlib.util.find_spec("xgrammar") is None, reason="an extra")
+def test_the_other_library_holds_for_any_number_of_drafts(
+    drafted: list[tuple[str | None, int, int]],
+) -> None:
+    given = specs(16)
+    plain: list[list[int]] | None = None
+    with LLM(max_seq_len=512, num_threads=1, grammar_library="xgrammar") as model:
+        for num_drafts in (0, 1, 3, 8):
+            done = run(model, ["An answer: "] * len(given), given, num_drafts=num_drafts)
+            for one, result in zip(given, done, strict=True):
+                if result.finish_reason is FinishReason.STOP:
+                    assert follows(result.text, one), (one, result.text)
+            ids = [result.token_ids for result in done]
+            plain = plain or ids
+            assert ids == plain, f"{num_drafts} drafts"
+    assert sum(count for _, count, _ in drafted) > 50
+    assert all(count == legal for _, count, legal in drafted)

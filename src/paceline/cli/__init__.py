@@ -12,6 +12,7 @@ from paceline.cli.bench import bench
 from paceline.cli.chat import chat
 from paceline.cli.generate import generate
 from paceline.cli.inspect import inspect
+from paceline.cli.serve import serve
 from paceline.cli.synth import synth
 from paceline.types import GenerationError, PacelineError
 
@@ -64,7 +65,7 @@ def _paceline(
     """Complete text with DeepSeek-V4 models, drafting with their own MTP head."""
 
 
-for verb in (generate, chat, bench, inspect, synth):
+for verb in (generate, chat, serve, bench, inspect, synth):
     app.command()(verb)
 
 

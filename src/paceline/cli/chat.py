@@ -295,7 +295,11 @@ class _ServedModel:
             body["return_pieces"] = True
         with self._ask("POST", "/chat/completions", body) as response:
             for event in self._events(response):
-                yield from self._take(event, answer)
+                try:
+                    said = list(self._take(event, answer))
+                except (AttributeError, TypeError, ValueError, KeyError):
+                    raise self._no_form() from None
+                yield from said
             if answer.finish_reason is None:
                 raise GenerationError(f"{self._url} broke off in the middle of its answer")
 
@@ -402,8 +406,11 @@ class _ServedModel:
         except ValueError:
             read = None
         if not isinstance(read, dict):
-            raise GenerationError(f"{self._url} does not answer in OpenAI's form")
+            raise self._no_form()
         return read
+
+    def _no_form(self) -> GenerationError:
+        return GenerationError(f"{self._url} does not answer in OpenAI's form")
 
 
 class _Reply:

@@ -340,7 +340,7 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         Raises:
             GenerationError: all slots are taken.
         """
-        return self.alloc_state_for(self._max_seq_len)
+        return self.alloc_state_inner(self._max_seq_len)
 
     def alloc_state_for(self, budget_tokens: int) -> DeepseekV4MtpState:
         """Take a slot for a sequence of at most `budget_tokens`, clamped to the context.
@@ -355,11 +355,19 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         """
         if budget_tokens < 1:
             raise ValueError(f"budget_tokens is {budget_tokens}; allowed is at least 1")
+        return self.alloc_state_inner(min(budget_tokens, self._max_seq_len))
+
+    def alloc_state_inner(self, budget_tokens: int) -> DeepseekV4MtpState:
+        """Take a slot: what both ways to allocate come to, with a budget that was checked.
+
+        Raises:
+            GenerationError: all slots are taken.
+        """
         if not self._free_slots:
             raise GenerationError(f"the draft head's {self._num_slots} slots are all taken")
         return DeepseekV4MtpState(
             self._free_slots.pop(),
-            budget_tokens=min(budget_tokens, self._max_seq_len),
+            budget_tokens=budget_tokens,
             ring_rows=self._ring_rows,
         )
 

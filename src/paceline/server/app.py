@@ -134,10 +134,9 @@ def create_app(
 async def _not_routed(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     method, path = request.method, request.url.path
-    what = "has no" if error.status_code == 405 else "is unknown:"
-    message = (
-        f"{path[:200]} {what} {method}" if error.status_code == 405 else f"{what} {path[:200]}"
-    )
+    message = f"unknown path: {path[:200]}"
+    if error.status_code == 405:
+        message = f"{path[:200]} does not take {method}"
     shown = ApiError(error.status_code, message, headers=dict(error.headers or {}))
     return JSONResponse(shown.to_dict(), status_code=shown.status, headers=shown.headers)
 
@@ -497,7 +496,7 @@ class _Door:
             raise
         except Exception as error:
             served.error = _as_api_error(error)
-            raise served.error from error
+            raise served.error from None
         finally:
             self._tell(served, started=call.started)
 
@@ -609,8 +608,8 @@ class _Door:
         return answers
 
     async def _whole(self, call: _Call, served: _Served, job: Job, answers: _Answers) -> None:
-        if (error := await job.mailbox.accepted) is not None:
-            raise error
+        if (refusal := await job.mailbox.accepted) is not None:
+            raise refusal
         gathered: dict[tuple[int, int], list[tuple[str, bool]]] = {key: [] for key in answers}
         last: dict[tuple[int, int], StreamChunk] = {}
         while len(last) < len(answers):
@@ -629,8 +628,8 @@ class _Door:
         await call.reply_json(body)
 
     async def _streamed(self, call: _Call, served: _Served, job: Job, answers: _Answers) -> None:
-        if (error := await job.mailbox.accepted) is not None:
-            raise error
+        if (refusal := await job.mailbox.accepted) is not None:
+            raise refusal
         asked = served.asked
         assert asked is not None
         send = partial(call.send_part, seconds=self._settings.write_seconds)
@@ -660,7 +659,7 @@ class _Door:
             except Exception as error:
                 served.error = _as_api_error(error)
                 await send(_event(served.error.to_dict()) + _DONE, last=True)
-                raise served.error from error
+                raise served.error from None
             frames: list[bytes] = []
             for chunk in chunks:
                 served.note(chunk)

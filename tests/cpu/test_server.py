@@ -1,0 +1,420 @@
+"""The server through the official client: what comes is what the library gives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from pydantic import BaseModel
+from server_kit import NAME, Live, running, until
+
+from paceline import LLM, SamplingParams
+from paceline.server.openapi import document
+from paceline.text import ChatTemplate
+
+PROMPTS = [
+    "def add(a, b):",
+    "The sum of",
+    "import os\n",
+    "class Node:",
+    "for i in range(",
+    "A list is",
+    "return self.",
+    "Größe 漢字 🙂",
+    "# Usage\n",
+    "if __name__",
+    "try:\n",
+    "assert x ==",
+    "def main() -> None:",
+    "The module",
+    "print(",
+    "with open(",
+]
+TOKENS = 24
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "kind": {"enum": ["a", "b"]},
+                "count": {"type": "integer", "maximum": 9},
+            },
+            "required": ["kind", "count"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(max_seq_len=512, num_threads=1) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def alone(llm: LLM) -> list[str]:
+    """Each prompt's answer with nothing beside it."""
+    params = SamplingParams(max_tokens=TOKENS)
+    return [llm.generate(prompt, params)[0].text for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def sampled(llm: LLM) -> list[str]:
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=7, n=3)
+    return [result.text for result in llm.generate(PROMPTS[0], params)]
+
+
+@pytest.fixture(scope="module")
+def listed(llm: LLM) -> Any:
+    params = SamplingParams(max_tokens=6, logprobs=2, prompt_logprobs=2)
+    return llm.generate(PROMPTS[0], params)[0]
+
+
+@pytest.fixture(scope="module")
+def chatted(llm: LLM) -> str:
+    assert llm.tokenizer is not None
+    prompt = ChatTemplate.for_tokenizer(llm.tokenizer).render([{"role": "user", "content": "Hi"}])
+    return llm.generate(prompt.ids(llm.tokenizer), SamplingParams(max_tokens=TOKENS))[0].text
+
+
+@pytest.fixture(scope="module")
+def live(llm: LLM, alone: Any, sampled: Any, listed: Any, chatted: Any) -> Iterator[Live]:
+    with running(llm) as live:
+        yield live
+
+
+@pytest.fixture
+def client(live: Live) -> Iterator[openai.OpenAI]:
+    with live.client() as client:
+        yield client
+    live.wait_idle()
+
+
+def complete(client: openai.OpenAI, prompt: Any = PROMPTS[0], **more: Any) -> Any:
+    given = {"temperature": 0, "max_tokens": TOKENS, **more}
+    return client.completions.create(model=NAME, prompt=prompt, **given)
+
+
+def ask(client: openai.OpenAI, **more: Any) -> Any:
+    given = {"temperature": 0, "max_tokens": TOKENS, **more}
+    messages = [{"role": "user", "content": "Hi"}]
+    return client.chat.completions.create(model=NAME, messages=messages, **given)  # type: ignore
+
+
+def test_models_are_listed(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME).object == "model"
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.models.retrieve("another")
+
+
+def test_a_completion_is_the_librarys(client: openai.OpenAI, alone: list[str]) -> None:
+    answer = complete(client)
+    assert answer.choices[0].text == alone[0]
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == TOKENS
+    assert answer.usage.total_tokens == TOKENS + answer.usage.prompt_tokens
+
+
+def test_a_stream_joins_to_the_completion(client: openai.OpenAI, alone: list[str]) -> None:
+    chunks = list(complete(client, stream=True, stream_options={"include_usage": True}))
+    texts = [chunk.choices[0].text for chunk in chunks[:-1]]
+    assert "".join(texts) == alone[0]
+    assert len(texts) > 3
+    assert [chunk.choices[0].finish_reason for chunk in chunks[-3:-1]] == [None, "length"]
+    assert [chunk.usage for chunk in chunks[:-1]] == [None] * len(texts)
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == TOKENS
+
+
+def test_usage_can_come_with_every_chunk(client: openai.OpenAI) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(complete(client, stream=True, stream_options=options))
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == TOKENS
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_speculation_is_told(client: openai.OpenAI, stream: bool) -> None:
+    if stream:
+        last = list(complete(client, stream=True, stream_options={"include_usage": True}))[-1]
+    else:
+        last = complete(client)
+    told = last.usage.speculation
+    metrics = last.metrics["speculative_decoding"]
+    assert told["drafted"] == metrics["num_draft_tokens"] > told["accepted"] > 0
+    assert told["accepted"] == metrics["num_accepted_draft_tokens"]
+    histogram = metrics["acceptance_histogram"]
+    assert len(histogram) == 1 + metrics["num_spec_tokens"] == 4
+    assert sum(histogram) == metrics["num_spec_steps"]
+    assert sum(j * count for j, count in enumerate(histogram)) == told["accepted"]
+    mean = 1 + told["accepted"] / metrics["num_spec_steps"]
+    assert told["mean_acceptance_length"] == pytest.approx(mean)
+    assert metrics["mean_acceptance_length"] == pytest.approx(mean)
+    assert metrics["draft_acceptance_rate"] == told["accepted"] / told["drafted"]
+
+
+def test_metrics_come_in_the_last_chunk_without_usage(client: openai.OpenAI) -> None:
+    chunks = list(complete(client, stream=True))
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert chunks[-1].metrics["speculative_decoding"]["num_draft_tokens"] > 0
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 8, "auto"])
+def test_drafts_are_steered_and_change_no_token(
+    client: openai.OpenAI, alone: list[str], num_drafts: Any
+) -> None:
+    answer = complete(client, extra_body={"num_drafts": num_drafts})
+    assert answer.choices[0].text == alone[0]
+    assert (answer.usage.speculation["drafted"] == 0) == (num_drafts == 0)
+    if num_drafts == 0:
+        assert not hasattr(answer, "metrics")
+
+
+def test_several_answers(client: openai.OpenAI, sampled: list[str]) -> None:
+    more: dict[str, Any] = {"n": 3, "seed": 7, "temperature": 1, "max_tokens": 12}
+    answer = complete(client, **more)
+    assert [choice.text for choice in answer.choices] == sampled
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert answer.usage.completion_tokens <= 36
+    assert answer.usage.speculation["drafted"] > 0
+    texts = ["", "", ""]
+    chunks = list(complete(client, stream=True, stream_options={"include_usage": True}, **more))
+    for chunk in chunks[:-1]:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == sampled
+    assert chunks[-1].usage.speculation == answer.usage.speculation
+
+
+def test_negative_seeds_are_seeds(client: openai.OpenAI) -> None:
+    one, same, other = (
+        complete(client, temperature=1, seed=seed).choices[0].text for seed in (-5, -5, -6)
+    )
+    assert one == same != other
+
+
+def test_prompts_as_ids_and_several(client: openai.OpenAI, llm: LLM, alone: list[str]) -> None:
+    ids = llm.encode(PROMPTS[1])
+    assert complete(client, ids).choices[0].text == alone[1]
+    assert [c.text for c in complete(client, PROMPTS[:3]).choices] == alone[:3]
+    both = complete(client, [ids, llm.encode(PROMPTS[2])])
+    assert [choice.text for choice in both.choices] == alone[1:3]
+    assert both.usage.prompt_tokens == len(ids) + len(llm.encode(PROMPTS[2]))
+
+
+def test_echo(client: openai.OpenAI, alone: list[str]) -> None:
+    assert complete(client, echo=True).choices[0].text == PROMPTS[0] + alone[0]
+    chunks = list(complete(client, echo=True, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == PROMPTS[0] + alone[0]
+    nothing_new = complete(client, echo=True, max_tokens=0)
+    assert nothing_new.choices[0].text == PROMPTS[0]
+    assert nothing_new.usage.completion_tokens == 0
+
+
+def test_logprobs_of_completions(client: openai.OpenAI, llm: LLM, listed: Any) -> None:
+    choice = complete(client, logprobs=2, max_tokens=6).choices[0]
+    assert choice.logprobs.token_logprobs == [one.logprob for one in listed.logprobs]
+    assert "".join(choice.logprobs.tokens) == choice.text
+    assert choice.logprobs.text_offset[:2] == [0, len(choice.logprobs.tokens[0])]
+    assert [len(top) for top in choice.logprobs.top_logprobs] == [2] * 6
+    chunks = list(complete(client, logprobs=2, max_tokens=6, stream=True))
+    told = [p for chunk in chunks for p in chunk.choices[0].logprobs.token_logprobs]
+    assert told == choice.logprobs.token_logprobs
+    offsets = [p for chunk in chunks for p in chunk.choices[0].logprobs.text_offset]
+    assert offsets == choice.logprobs.text_offset
+    echoed = complete(client, logprobs=2, max_tokens=6, echo=True).choices[0]
+    prompt = [None if one is None else one.logprob for one in listed.prompt_logprobs]
+    assert echoed.logprobs.token_logprobs == prompt + told
+
+
+def test_logprobs_of_chats(client: openai.OpenAI) -> None:
+    choice = ask(client, logprobs=True, top_logprobs=3, max_tokens=5).choices[0]
+    assert len(choice.logprobs.content) == 5
+    for one in choice.logprobs.content:
+        assert len(one.top_logprobs) == 3
+        assert one.top_logprobs[0].logprob >= one.logprob
+    stream = ask(client, logprobs=True, max_tokens=5, stream=True)
+    told = [c.choices[0].logprobs for c in stream if c.choices[0].logprobs is not None]
+    assert [one.logprob for part in told for one in part.content] == [
+        one.logprob for one in choice.logprobs.content
+    ]
+
+
+def test_a_chat_is_the_librarys(client: openai.OpenAI, chatted: str) -> None:
+    answer = ask(client)
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].message.content == chatted
+    chunks = list(ask(client, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == chatted
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_max_completion_tokens(client: openai.OpenAI) -> None:
+    answer = ask(client, max_tokens=openai.omit, max_completion_tokens=3)
+    assert answer.usage.completion_tokens == 3
+
+
+def test_stop_strings(client: openai.OpenAI, alone: list[str]) -> None:
+    stop = alone[0][10:13]
+    choice = complete(client, stop=[stop, "never"]).choices[0]
+    assert choice.text == alone[0].split(stop)[0]
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
+    chunks = list(complete(client, stop=stop, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
+
+
+class Point(BaseModel):
+    x: int
+    label: bool
+
+
+def test_structured_output(client: openai.OpenAI) -> None:
+    parsed = client.chat.completions.parse(
+        model=NAME,
+        messages=[{"role": "user", "content": "A point."}],
+        response_format=Point,
+        max_tokens=100,
+        seed=0,
+    )
+    assert isinstance(parsed.choices[0].message.parsed, Point)
+    shape: Any = {"type": "json_object"}
+    answer = ask(client, response_format=shape, max_tokens=200, seed=3, temperature=1)
+    choice = answer.choices[0]
+    assert choice.message.content.lstrip().startswith("{")
+    if choice.finish_reason == "stop":
+        assert isinstance(json.loads(choice.message.content), dict)
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "lookup"}}]
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_are_called(client: openai.OpenAI, choice: Any, stream: bool) -> None:
+    more: dict[str, Any] = {"tools": [TOOL], "tool_choice": choice, "max_tokens": 400}
+    more |= {"parallel_tool_calls": False, "temperature": 1, "seed": 1}
+    if stream:
+        name, arguments, ids, reasons = "", "", [], []
+        for chunk in ask(client, stream=True, **more):
+            reasons.append(chunk.choices[0].finish_reason)
+            for call in chunk.choices[0].delta.tool_calls or []:
+                assert call.index == 0
+                ids += [call.id] if call.id else []
+                name += call.function.name or ""
+                arguments += call.function.arguments or ""
+        assert len(ids) == 1
+        reason = reasons[-1]
+    else:
+        message = ask(client, **more).choices[0]
+        (call,) = message.message.tool_calls
+        name, arguments, reason = call.function.name, call.function.arguments, message.finish_reason
+    assert reason == "tool_calls"
+    assert name == "lookup"
+    given = json.loads(arguments)
+    assert given["kind"] in ("a", "b")
+    assert given["count"] <= 9
+
+
+def test_tool_results_go_back(client: openai.OpenAI) -> None:
+    messages: Any = [
+        {"role": "user", "content": "How many?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {
+                    "id": "c1",
+                    "type": "function",
+                    "function": {"name": "lookup", "arguments": '{"kind": "a", "count": 2}'},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+    ]
+    answer = client.chat.completions.create(
+        model=NAME,
+        messages=messages,
+        tools=[TOOL],
+        max_tokens=4,  # type: ignore
+    )
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 4
+
+
+def test_reasoning_comes_apart(client: openai.OpenAI) -> None:
+    answer = ask(client, reasoning_effort="low", extra_body={"max_reasoning_tokens": 3})
+    message = answer.choices[0].message
+    assert message.reasoning_content
+    deltas = [
+        chunk.choices[0].delta
+        for chunk in ask(
+            client,
+            stream=True,
+            extra_body={"max_reasoning_tokens": 3, "thinking": {"type": "enabled"}},
+        )
+    ]
+    assert "".join(getattr(d, "reasoning_content", "") for d in deltas) == message.reasoning_content
+    assert "".join(delta.content or "" for delta in deltas) == message.content
+
+
+def test_pieces_and_ids_are_told_where_asked_for(
+    client: openai.OpenAI, llm: LLM, alone: list[str]
+) -> None:
+    body = {"return_pieces": True, "return_token_ids": True}
+    choice = complete(client, extra_body=body).choices[0]
+    assert "".join(text for text, _ in choice.pieces) == alone[0]
+    assert {drafted for _, drafted in choice.pieces} == {False, True}
+    assert len(choice.token_ids) == TOKENS
+    assert choice.prompt_token_ids == llm.encode(PROMPTS[0])
+    chunks = list(complete(client, stream=True, extra_body=body))
+    assert [i for chunk in chunks for i in chunk.choices[0].token_ids] == choice.token_ids
+
+
+def test_sixteen_streams_at_once_are_each_what_they_are_alone(
+    live: Live, client: openai.OpenAI, alone: list[str]
+) -> None:
+    def streamed(prompt: str) -> str:
+        return "".join(chunk.choices[0].text for chunk in complete(client, prompt, stream=True))
+
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(streamed, PROMPTS)) == alone
+
+
+def test_ids_and_text(live: Live, llm: LLM) -> None:
+    told = httpx.post(f"{live.url}/tokenize", json={"prompt": PROMPTS[7]}).json()
+    assert told == {"tokens": llm.encode(PROMPTS[7]), "count": told["count"], "max_model_len": 512}
+    assert told["count"] == len(told["tokens"])
+    back = httpx.post(f"{live.url}/detokenize", json={"tokens": told["tokens"]}).json()
+    assert back == {"prompt": PROMPTS[7]}
+    bare = {"prompt": "x", "add_special_tokens": False}
+    assert httpx.post(f"{live.url}/tokenize", json=bare).json()["count"] == 1
+
+
+def test_the_log_and_the_metrics_count_a_request(live: Live, client: openai.OpenAI) -> None:
+    before = live.metrics.counts.num_generated
+    answer = complete(client, max_tokens=5)
+    live.wait_idle()
+    line = json.loads(live.log.getvalue().splitlines()[-1])
+    assert (line["id"], line["outcome"], line["status"]) == (answer.id, "length", 200)
+    assert (line["completion_tokens"], line["endpoint"]) == (5, "/v1/completions")
+    assert 0 < line["ttft_seconds"] <= line["seconds"]
+    until(lambda: live.metrics.counts.num_generated == before + 5)
+    assert "paceline_generation_tokens_total" in httpx.get(f"{live.url}/metrics").text
+
+
+def test_health_and_document(live: Live) -> None:
+    assert httpx.get(f"{live.url}/health").json() == {"status": "ok"}
+    served = httpx.get(f"{live.url}/openapi.json").json()
+    assert served == document()
+    kept = Path(__file__).parents[2] / "docs" / "openapi.json"
+    assert json.loads(kept.read_text()) == served
