@@ -19,7 +19,7 @@ from paceline import bundled_model_path
 from paceline.config import ModelConfig
 from paceline.draft import CombinedProposer, DeepseekV4MtpHead, DraftProposer, NgramProposer
 from paceline.engine import Emission, Engine
-from paceline.engine.engine import AUTO, Acceptance
+from paceline.engine.engine import AUTO, Acceptance, LogprobsMode
 from paceline.engine.graphs import CudaCapture
 from paceline.engine.reasoning import BudgetedCursor
 from paceline.models.deepseek_v4.build import Built, build
@@ -106,6 +106,8 @@ class LLM:
             MTP head or a proposer is given, else 0.
         acceptance: how drafts of requests with a temperature are judged: "invariant", "rejection"
             or "block"; see `Engine` and docs/sampling.md.
+        logprobs_mode: what log-probabilities of emitted tokens are of: "raw", the model's logits as
+            they are, or "processed", the law the token was drawn from.
         max_seq_len: context limit, prompt included; None: the model's, at most 4096.
         max_num_seqs: sequences that run at once; further ones wait.
         max_num_batched_tokens: most rows of one target forward; long prompts are cut into pieces.
@@ -155,6 +157,7 @@ class LLM:
         *,
         num_drafts: int | Literal["auto"] | None = None,
         acceptance: Acceptance = "invariant",
+        logprobs_mode: LogprobsMode = "raw",
         max_seq_len: int | None = None,
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 256,
@@ -252,6 +255,7 @@ class LLM:
                 # A block drafter's width says how many, where the caller does not.
                 num_drafts=None if left_open and in_blocks else num_drafts,
                 acceptance=acceptance,
+                logprobs_mode=logprobs_mode,
                 max_seq_len=max_seq_len,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,

@@ -127,7 +127,8 @@ class SamplingParams:
         ignore_eos: go on past the end-of-sequence token.
         include_stop_str_in_output: keep the stop text in the answer.
         logprobs: log-probabilities of each token and of so many most probable ids, 0 to 20; of the
-            model's own logits, before anything here is applied.
+            model's own logits, before anything here is applied, unless `LLM(logprobs_mode=)` says
+            otherwise.
         prompt_logprobs: the same for the prompt, which is then computed as a whole, without the
             cache of prefixes.
         json_schema: JSON schema the answer follows, as text or as a mapping.

@@ -10,16 +10,19 @@ from typing import Any
 import pytest
 import torch
 import typer
+from toy import decode
 from typer.testing import CliRunner
 
-from paceline.cache.drafter import DrafterRing
 from paceline.cache.pools import CachePools
 from paceline.cli.inspect import inspect
 from paceline.config import ModelConfig
+from paceline.draft import DeepseekV4MtpHead
+from paceline.engine import Engine
+from paceline.models.deepseek_v4.build import build
 from paceline.models.deepseek_v4.census import cache_bytes, part_of, take_census
 from paceline.models.deepseek_v4.checkpoint import load_weights, tensor_specs
 from paceline.models.deepseek_v4.synth import preset_config, write_synthetic
-from paceline.types import MAX_NUM_DRAFTS, CheckpointError
+from paceline.types import CheckpointError, SamplingParams
 
 TINY = preset_config("tiny")
 FILE = "model.safetensors"
@@ -101,18 +104,52 @@ def test_cache_bytes_are_what_the_pools_allocate(preset: Any, dtype: Any) -> Non
 
     assert allocate(2, 3) - allocate(1, 3) == stated.per_sequence
     assert allocate(1, 3 + tokens // 128) - allocate(1, 3) == tokens * stated.per_token
-    ring = DrafterRing.allocate(
-        config,
-        num_slots=1,
-        max_width=MAX_NUM_DRAFTS + 1,
-        device=torch.device("cpu"),
-        dtype=torch.float32 if dtype == "fp32" else torch.bfloat16,
-    )
-    assert ring.rows[0].nbytes == stated.drafter_per_sequence
     context = replace(config, max_position_embeddings=tokens)
     assert cache_bytes(
         context, dtype=dtype, drafter=None, max_width=width
     ).full_context == allocate(1, tokens // 128) - allocate(0, 0)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_drafter_bytes_are_what_a_head_and_its_engine_hold(tiny: Path, dtype: Any) -> None:
+    """All that one more sequence adds, and no memory that grows with vocabulary times drafts."""
+    weights = load_weights(tiny)
+    kind = torch.float32 if dtype == "fp32" else torch.bfloat16
+    built = build(weights, TINY, device=torch.device("cpu"), dtype=kind, backend="torch")
+    assert built.mtp is not None
+
+    def held(slots: int) -> int:
+        head = DeepseekV4MtpHead.new(
+            built.mtp, built.embed_tokens, built.lm_head, TINY, 0, 256, num_slots=slots
+        )
+        engine = Engine(
+            built.model,
+            TINY,
+            proposer=head,
+            num_drafts=3,
+            max_seq_len=256,
+            max_num_seqs=slots,
+            dtype=kind,
+        )
+        decode(engine, [[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True))
+        assert engine.speculation.num_drafted > 0
+        weight = {built.embed_tokens.table.data_ptr(), built.lm_head.table.data_ptr()}
+        owners = (head, head.ring, engine.drafting)
+        names = (getattr(owner, "__slots__", None) or vars(owner) for owner in owners)
+        found = {
+            tensor.data_ptr(): tensor
+            for owner, some in zip(owners, names, strict=True)
+            for tensor in (getattr(owner, name) for name in some)
+            if isinstance(tensor, torch.Tensor) and tensor.data_ptr() not in weight
+        }
+        return sum(tensor.nbytes for tensor in found.values() if tensor.is_floating_point())
+
+    stated = cache_bytes(TINY, dtype=dtype, drafter="mtp", max_width=24)
+    # With few slots a buffer of one step is as wide as the ring, whoever uses it.
+    assert held(21) - held(20) == stated.drafter_per_sequence
+    assert stated.drafter_per_sequence > 100 * TINY.hidden_size
+    without = cache_bytes(TINY, dtype=dtype, drafter=None, max_width=24)
+    assert stated.full_context - without.full_context == stated.drafter_per_sequence
 
 
 def test_flash_takes_about_seven_kilobytes_a_token() -> None:

@@ -74,6 +74,10 @@ def test_json_is_one_document_with_the_results_fields(tiny_path: Path, expected:
     assert {"num_steps", "num_drafted", "num_accepted", "mean_acceptance_length"} <= set(
         document["speculation"]
     )
+    counts = document["speculation"]
+    assert counts["num_drafted"] > 0
+    assert counts["drafted_by"] == {"DeepseekV4MtpHead": counts["num_drafted"]}
+    assert counts["accepted_by"] == {"DeepseekV4MtpHead": counts["num_accepted"]}
 
 
 def test_chat_wraps_the_text_in_the_plain_template(tiny_path: Path) -> None:

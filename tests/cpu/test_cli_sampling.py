@@ -100,6 +100,25 @@ def test_each_arrives(name: str, seen: list[tuple[SamplingParams, bool]]) -> Non
     assert params == SamplingParams(**{"max_tokens": 4, name: value})
 
 
+def test_log_probabilities_may_be_of_the_law() -> None:
+    args = ["-p", "x", "-n", "4", "--json", "--logprobs", "2", "--regex", "[ab]{9}"]
+    raw, processed = (
+        json.loads(generate(*args, "--logprobs-mode", mode).stdout) for mode in ("raw", "processed")
+    )
+    assert raw["token_ids"] == processed["token_ids"]
+    # Greedily picked, and so with certainty.
+    assert [one["logprob"] for one in processed["logprobs"]] == [0.0] * 4
+    assert all(one["logprob"] < -0.1 for one in raw["logprobs"])
+
+
+def test_a_parameter_that_is_none_is_refused_by_name() -> None:
+    for name in ("--best-of", "--beams"):
+        result = generate("-p", "x", name, "2")
+        assert result.exit_code == 2
+        assert name in result.stderr
+        assert result.stdout == ""
+
+
 def test_several_answers_are_shown_one_after_another(tmp_path: Path) -> None:
     args = ["-p", "def f", "-n", "5", "--temperature", "1", "--seed", "3", "--n", "3"]
     shown = generate(*args)
@@ -124,6 +143,7 @@ def test_several_answers_are_shown_one_after_another(tmp_path: Path) -> None:
         (["--min-tokens", "9", "-n", "3"], "min_tokens is 9; allowed is at most max_tokens, 3"),
         (["--logprobs", "21"], f"logprobs is 21; allowed is an integer 0 to {MAX_LOGPROBS}"),
         (["--acceptance", "greedy"], "acceptance is 'greedy'; allowed are 'invariant', 'rejec"),
+        (["--logprobs-mode", "x"], "logprobs_mode is 'x'; allowed are 'raw', 'processed'"),
         (["--regex", "a", "--choice", "b"], "regex and choice are given; allowed is one of them"),
         (["--json-schema", "@/nowhere/s.json"], "/nowhere/s.json cannot be read"),
         (["--include-stop-str-in-output"], "include_stop_str_in_output is True without stop"),

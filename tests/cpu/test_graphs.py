@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from paceline.cache.state import SequenceCache
 from paceline.config import ModelConfig
 from paceline.draft import verify
+from paceline.draft.length import SequenceView, StepRecord
 from paceline.draft.proposer import DraftShape
 from paceline.draft.verify_device import packed_verdicts, unpack
 from paceline.engine import Engine
@@ -260,12 +262,32 @@ def test_a_draft_runner_serves_what_it_was_given(built: Built, config: ModelConf
 # The engine
 
 
+class Changing:
+    """Another number of drafts in each step and for each sequence, 0 to 8."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def choose(
+        self, sequences: Sequence[SequenceView], *, max_drafts: int | None = None
+    ) -> list[int]:
+        self.step += 1
+        return [(5 * self.step + 3 * view.id) % 9 for view in sequences]
+
+    def observe(self, record: StepRecord) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "depths",
+    [(8, 0, 3, 1, 4, 2, 7, 5), ("auto", 0, "auto", "auto", 4, "auto", "auto", "auto")],
+    ids=["own", "chosen"],
+)
 def test_an_engine_over_captured_steps_says_the_same_with_one_read_a_step(
-    built: Built, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+    built: Built, config: ModelConfig, depths: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(12)
     prompts = [[rng.randrange(config.vocab_size) for _ in range(20 + 13 * i)] for i in range(SLOTS)]
-    depths = (8, 0, 3, 1, 4, 2, 7, 5)
     said, counted = [], []
     for capture in (None, EagerCapture()):
         engine = Engine(
@@ -273,6 +295,7 @@ def test_an_engine_over_captured_steps_says_the_same_with_one_read_a_step(
             config,
             proposer=make_head(built, config),
             num_drafts=3,
+            lengths=Changing(),
             max_seq_len=MAX_SEQ_LEN,
             max_num_seqs=SLOTS,
             max_num_batched_tokens=96,

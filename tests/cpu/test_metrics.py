@@ -6,12 +6,16 @@ import io
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("prometheus_client")
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline import LLM, SamplingParams
@@ -439,8 +443,18 @@ def test_an_id_with_a_line_end_stays_in_its_line() -> None:
     assert len(out.getvalue().splitlines()) == 1
 
 
+class Slow(io.StringIO):
+    """Takes a line in two halves, and lets others in between."""
+
+    def write(self, text: str) -> int:
+        half = len(text) // 2
+        super().write(text[:half])
+        time.sleep(0.0002)
+        return half + super().write(text[half:])
+
+
 def test_lines_of_several_threads_do_not_mix() -> None:
-    out = io.StringIO()
+    out = Slow()
     log = RequestLog(out)
     threads = [
         threading.Thread(target=lambda n=n: [log.write(record(id=f"{n}-{i}")) for i in range(50)])

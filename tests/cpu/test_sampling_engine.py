@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,8 +11,9 @@ import numpy.typing as npt
 import pytest
 import torch
 from sampling_kit import p_value
+from sampling_toy import Asked, Picking, SpreadToy, alone, logits_of, outcome, prompt_of, tokens_of
 from support import make_rig
-from toy import EOS, RULES, VOCAB, Carrying, ToyModel, next_token, run, toy_config, toy_engine
+from toy import EOS, RULES, VOCAB, Carrying, run, toy_config, toy_engine
 
 from paceline import SamplingParams
 from paceline.cache.pools import CachePools
@@ -24,82 +22,7 @@ from paceline.engine import Emission, Engine
 from paceline.models.deepseek_v4.checkpoint import Weights
 from paceline.models.step import StepInputs, TargetOutput
 from paceline.sampling.logprobs import token_logprobs
-from paceline.types import ConfigError, Draft, DraftRequest, FinishReason, RequestError
-
-TABLE = (np.random.default_rng(5).standard_normal((VOCAB, VOCAB)) * 2).astype(np.float32)
-NOISE = (np.random.default_rng(6).standard_normal((VOCAB, VOCAB))).astype(np.float32)
-
-
-def logits_of(ids: list[int]) -> npt.NDArray[np.float32]:
-    row: npt.NDArray[np.float32] = TABLE[next_token(ids)]
-    return row
-
-
-class SpreadToy(ToyModel):
-    """The toy with logits worth sampling: a row of a table for each token it would say.
-
-    Args:
-        barren: a token id after which every logit is -inf.
-    """
-
-    def __init__(self, *, poison: int | None = None, barren: int | None = None) -> None:
-        super().__init__(poison=poison)
-        self.barren = barren
-
-    def forward(self, inputs: StepInputs, pools: CachePools) -> TargetOutput:
-        output = super().forward(inputs, pools)
-        logits = output.logits.numpy()
-        last = inputs.ids.numpy()[inputs.logits_rows.numpy()]
-        for row, token in enumerate(last):
-            if token == self.barren:
-                logits[row] = -np.inf
-            elif np.isfinite(logits[row]).all():
-                logits[row] = TABLE[int(logits[row].argmax())]
-        return output
-
-
-class Picking(Carrying):
-    """Drafts what the sampler picks or draws from logits `error` away from the target's.
-
-    Attributes:
-        laws_given: laws handed over so far.
-    """
-
-    def __init__(self, error: float = 0.0, **named: Any) -> None:
-        super().__init__(None, **named)
-        self.error = error
-        self.laws_given = 0
-
-    def _draft(self, request: DraftRequest, state: Any) -> Draft:
-        laws: list[Any] = []
-        sampler = request.sampler
-
-        def rule(history: list[int], count: int, step: int) -> list[int]:
-            drafted: list[int] = []
-            while len(drafted) < count:
-                ids = [*history, *drafted]
-                row = logits_of(ids) + self.error * NOISE[next_token(ids)]
-                if sampler is None:
-                    token = int(row.argmax())
-                elif request.draws:
-                    token, law = sampler.draw(row, drafted=drafted)
-                    laws.append(law)
-                else:
-                    token = sampler.pick(row, drafted=drafted)
-                if token < 0:
-                    break
-                drafted.append(token)
-            return drafted
-
-        self.rule = rule
-        draft = super()._draft(request, state)
-        self.laws_given += len(laws)
-        return dataclasses.replace(draft, laws=laws[: len(draft.tokens)]) if laws else draft
-
-    def free_state(self, state: Any) -> None:
-        # By identity: states of sequences that stand alike are equal.
-        self.live[:] = [one for one in self.live if one is not state]
-
+from paceline.types import ConfigError, DraftRequest, FinishReason, RequestError
 
 DRAFTERS = {
     "exact": Picking,
@@ -127,42 +50,6 @@ KNOBS: dict[str, dict[str, Any]] = {
     "bad_words": {"bad_word_ids": [(9,), (20, 21), (5, 6, 7)]},
     "min_tokens": {"min_tokens": 18, "stop_token_ids": list(range(20, 40))},
 }
-
-
-@dataclass
-class Asked:
-    """One request of a batch."""
-
-    prompt: list[int]
-    knobs: dict[str, Any]
-    num_drafts: Any = None
-
-    def add(self, engine: Engine, **changes: Any) -> int:
-        knobs = {"seed": 3, "max_tokens": 24, **self.knobs, **changes}
-        words = knobs.pop("bad_word_ids", ())
-        sample = knobs.pop("sample", 0)
-        if engine.drafting is not None and self.num_drafts is not None:
-            knobs["num_drafts"] = self.num_drafts
-        return engine.add(self.prompt, SamplingParams(**knobs), bad_word_ids=words, sample=sample)
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    rng = random.Random(f"prompt {length} {seed}")
-    return [rng.randrange(2, VOCAB) for _ in range(length)]
-
-
-def tokens_of(emissions: Iterable[Emission]) -> list[int]:
-    return [token for emission in emissions for token in emission.token_ids]
-
-
-def outcome(emissions: list[Emission]) -> tuple[list[int], FinishReason | None, str | None]:
-    return tokens_of(emissions), emissions[-1].finish_reason, emissions[-1].error
-
-
-def alone(asked: Asked, **options: Any) -> tuple[list[int], FinishReason | None, str | None]:
-    engine = toy_engine(model=SpreadToy(), **options)
-    number = asked.add(engine)
-    return outcome(run(engine)[number])
 
 
 # The drafter-invariant rule
@@ -415,6 +302,54 @@ def test_log_probabilities_are_the_raw_logits_at_every_position(
     assert first[1:] == token_logprobs(rows, asked.prompt[1:], top=2)
     assert all(e.prompt_logprobs is None for e in emissions[1:])
     assert number == emissions[0].request_id
+
+
+@pytest.mark.parametrize("acceptance", ["invariant", "rejection", "block"])
+@pytest.mark.parametrize("knob", KNOBS)
+def test_processed_log_probabilities_are_of_the_law_at_every_position(
+    knob: str, acceptance: Any
+) -> None:
+    for num_drafts in (0, 4):
+        asked = Asked(prompt_of(11, 9), KNOBS[knob])
+        proposer = Picking(0.4)
+        engine = toy_engine(
+            model=SpreadToy(),
+            proposer=proposer,
+            num_drafts=num_drafts,
+            acceptance=acceptance,
+            logprobs_mode="processed",
+        )
+        number = asked.add(engine, logprobs=3, prompt_logprobs=1)
+        sampler = engine._requests[number].sequence.sampler
+        assert sampler is not None
+        emissions = run(engine)[number]
+        tokens = tokens_of(emissions)
+        # The same request from its beginning on.
+        again = toy_engine(model=SpreadToy())
+        fresh = again._requests[asked.add(again)].sequence.sampler
+        assert fresh is not None
+        listed = [one for e in emissions for one in e.logprobs or ()]
+        assert len(listed) == len(tokens) > 2
+        for place, (token, one) in enumerate(zip(tokens, listed, strict=True)):
+            law = fresh.law(logits_of([*asked.prompt, *tokens[:place]]))
+            assert not isinstance(law, int)
+            chances = law.probabilities()
+            assert one.id == token
+            assert math.exp(one.logprob) == pytest.approx(chances[token], abs=1e-9)
+            assert one.logprob > -math.inf
+            assert len(one.top) == min(3, int((chances > 0).sum()))
+            fresh.commit([token])
+        told = emissions[0].prompt_logprobs
+        assert told is not None
+        rows = np.stack([logits_of(asked.prompt[:i]) for i in range(1, len(asked.prompt))])
+        assert told[1:] == token_logprobs(rows, asked.prompt[1:], top=1)
+
+
+def test_a_kind_of_log_probabilities_that_is_none_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="logprobs_mode is 'both'; allowed are 'raw', 'processed'"
+    ):
+        toy_engine(logprobs_mode="both")
 
 
 def test_prompt_log_probabilities_survive_pre_emption_within_the_prompt() -> None:

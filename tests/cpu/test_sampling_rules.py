@@ -242,6 +242,12 @@ def test_a_draft_its_own_law_excludes_is_never_accepted_unless_the_target_has_it
     assert rule([p, p], [q], [0], accept=[0.0], residual=0.9) == (0, 1)
 
 
+@pytest.mark.parametrize("rule", [rules.rejection, rules.block_rejection])
+def test_laws_that_are_all_but_sure_and_differ_by_next_to_nothing_are_judged(rule: Rule) -> None:
+    p, q = np.array([1.0, 1e-44, 0.0]), np.array([1.0, 0.0, 1e-44])
+    assert rule([p, p, p], [q, q], [0, 0], accept=[0.9, 0.9], residual=0.5) == (2, 0)
+
+
 def test_drawing_never_gives_what_cannot_come() -> None:
     weights = np.array([0.0, 0.1, 0.0, 0.7, 0.2, 0.0, 0.0])
     top = np.nextafter(1.0, 0)

@@ -17,6 +17,7 @@ from server_kit import NAME, Live, running, until
 from paceline import LLM, SamplingParams
 from paceline.server.openapi import document
 from paceline.text import ChatTemplate
+from paceline.types import GenerationResult
 
 PROMPTS = [
     "def add(a, b):",
@@ -80,10 +81,10 @@ def listed(llm: LLM) -> Any:
 
 
 @pytest.fixture(scope="module")
-def chatted(llm: LLM) -> str:
+def chatted(llm: LLM) -> GenerationResult:
     assert llm.tokenizer is not None
     prompt = ChatTemplate.for_tokenizer(llm.tokenizer).render([{"role": "user", "content": "Hi"}])
-    return llm.generate(prompt.ids(llm.tokenizer), SamplingParams(max_tokens=TOKENS))[0].text
+    return llm.generate(prompt.ids(llm.tokenizer), SamplingParams(max_tokens=TOKENS))[0]
 
 
 @pytest.fixture(scope="module")
@@ -250,14 +251,15 @@ def test_logprobs_of_chats(client: openai.OpenAI) -> None:
     ]
 
 
-def test_a_chat_is_the_librarys(client: openai.OpenAI, chatted: str) -> None:
-    answer = ask(client)
-    assert answer.choices[0].message.role == "assistant"
-    assert answer.choices[0].message.content == chatted
+def test_a_chat_is_the_librarys(client: openai.OpenAI, chatted: GenerationResult) -> None:
+    choice = ask(client).choices[0]
+    assert choice.message.role == "assistant"
+    assert choice.message.content == chatted.text
+    assert choice.finish_reason == str(chatted.finish_reason)
     chunks = list(ask(client, stream=True))
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == chatted
-    assert chunks[-1].choices[0].finish_reason == "length"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == chatted.text
+    assert chunks[-1].choices[0].finish_reason == choice.finish_reason
 
 
 def test_max_completion_tokens(client: openai.OpenAI) -> None:
@@ -302,7 +304,7 @@ def test_structured_output(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools_are_called(client: openai.OpenAI, choice: Any, stream: bool) -> None:
     more: dict[str, Any] = {"tools": [TOOL], "tool_choice": choice, "max_tokens": 400}
-    more |= {"parallel_tool_calls": False, "temperature": 1, "seed": 1}
+    more |= {"parallel_tool_calls": False}
     if stream:
         name, arguments, ids, reasons = "", "", [], []
         for chunk in ask(client, stream=True, **more):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import json.decoder
 import logging
+import re
 import textwrap
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,14 @@ import paceline
 from paceline import LLM
 from paceline.draft import AntiProposer, CyclingProposer, OracleProposer
 from paceline.engine import Engine
-from paceline.engine.alarms import Repeats, drafting_alarms, prefix_alarms
+from paceline.engine.alarms import (
+    ALARM_NAMES,
+    MIN_DRAFTS,
+    MIN_LOOKUPS,
+    Repeats,
+    drafting_alarms,
+    prefix_alarms,
+)
 from paceline.types import Draft, DraftRequest, SamplingParams, SpeculationStats
 
 NO_EOS = toy_config(eos_token_ids=())
@@ -261,6 +270,15 @@ def test_requests_that_fail_do_not_count_as_read() -> None:
     engine.add([9] * 140, SamplingParams(max_tokens=50))
     assert engine._repeats.count == 0
     run(engine)
+
+
+def test_the_page_knows_every_alarm_and_when_it_comes() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    listed = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", page, flags=re.MULTILINE))
+    assert set(listed) == set(ALARM_NAMES)
+    for name in ("never_accepted", "always_accepted", "length_one"):
+        assert f" {MIN_DRAFTS} " in listed[name]
+    assert listed["no_prefix_hits"].startswith(f"{MIN_LOOKUPS} ")
 
 
 def test_a_normal_run_of_the_bundled_model_raises_no_alarm() -> None:

@@ -494,6 +494,8 @@ class _Conversation:
                     raise
                 self._screen.end()
                 _note(f"error: {error}")
+                if isinstance(error, RequestError) and len(self._messages) > len(self._opening):
+                    _note("(/reset forgets the conversation)")
 
     def _read(self) -> str | None:
         """The next question, or None at the end of the input."""

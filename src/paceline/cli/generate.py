@@ -91,6 +91,7 @@ def generate(
     choice: sampling.Choices = None,
     max_reasoning_tokens: sampling.MaxReasoning = None,
     acceptance: options.Acceptance = "invariant",
+    logprobs_mode: options.LogprobsMode = "raw",
     drafter: options.Drafter = None,
     max_seq_len: options.MaxSeqLen = None,
     device: options.Device = "cpu",
@@ -138,6 +139,7 @@ def generate(
     llm = options.load(
         model,
         acceptance=acceptance,
+        logprobs_mode=logprobs_mode,
         num_drafts=options.drafts(num_drafts),
         drafter=drafter,
         max_seq_len=max_seq_len,

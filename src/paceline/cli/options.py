@@ -21,6 +21,7 @@ __all__ = [
     "Device",
     "Drafter",
     "Dtype",
+    "LogprobsMode",
     "MaxSeqLen",
     "Model",
     "NumThreads",
@@ -57,6 +58,13 @@ Acceptance = Annotated[
         "and more are accepted)."
     ),
 ]
+LogprobsMode = Annotated[
+    str,
+    typer.Option(
+        help="Log-probabilities of the model's own logits (raw), or of the law a token was drawn "
+        "from (processed)."
+    ),
+]
 NumThreads = Annotated[
     int | None, typer.Option(help="CPU threads.", show_default="the libraries' choice")
 ]
@@ -74,6 +82,7 @@ def load(
     max_num_seqs: int = 1,
     drafter: str | None = None,
     acceptance: str = "invariant",
+    logprobs_mode: str = "raw",
     prefix_cache: bool = True,
 ) -> LLM:
     """Load a model, with a progress bar on standard error where that is a terminal."""
@@ -83,6 +92,7 @@ def load(
         chosen: Any = backend
         named: Any = drafter
         rule: Any = acceptance
+        mode: Any = logprobs_mode
         return LLM(
             model,
             num_drafts=num_drafts,
@@ -93,6 +103,7 @@ def load(
             backend=chosen,
             drafter=named,
             acceptance=rule,
+            logprobs_mode=mode,
             prefix_cache=prefix_cache,
             num_threads=num_threads,
             progress=progress,

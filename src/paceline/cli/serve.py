@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline import __version__
 from paceline.cli import options
 from paceline.types import ConfigError, RequestError
 
@@ -115,9 +116,10 @@ def serve(
         )
         metrics = ServerMetrics(
             model=name,
-            info={"drafter": shown, "device": device},
+            info={"drafter": shown, "device": device, "version": __version__},
             is_healthy=lambda: engine.trouble is None,
         )
+        metrics.after_step(llm.engine)
         settings = Settings(
             name=name,
             api_keys=keys,

@@ -62,6 +62,8 @@ class LengthPolicy(Protocol):
     ) -> list[int]:
         """Drafts to ask for, one count per sequence, 0 to its limit.
 
+        The engine takes no more than a limit, and a request's own number whatever is said of it.
+
         Args:
             sequences: those that decode in this step.
             max_drafts: most drafts of the step in all; None sets no bound.

@@ -30,7 +30,7 @@ from paceline.engine.scheduler import Scheduler
 from paceline.engine.sequence import Batch, BatchRow, Sequence, TextEnd
 from paceline.models.step import TargetModel, TargetOutput
 from paceline.sampling.grammar import GrammarCursor, Words, walk
-from paceline.sampling.logprobs import token_logprobs
+from paceline.sampling.logprobs import law_logprob, token_logprobs
 from paceline.sampling.request import Sampler
 from paceline.types import (
     MAX_NUM_DRAFTS,
@@ -44,10 +44,13 @@ from paceline.types import (
     Verdict,
 )
 
-__all__ = ["Acceptance", "Emission", "Engine"]
+__all__ = ["Acceptance", "Emission", "Engine", "LogprobsMode"]
 
 Acceptance = Literal["invariant", "rejection", "block"]
 """How drafts are judged at a temperature; see docs/sampling.md."""
+
+LogprobsMode = Literal["raw", "processed"]
+"""Whether log-probabilities are the model's own or those of the law a token was drawn from."""
 
 AUTO: Literal["auto"] = "auto"
 
@@ -106,6 +109,9 @@ class Engine:
             emitted depends on target and seed alone, as without drafts. "rejection": more drafts
             are accepted, and the law is the target's, but ids depend on the drafts; "block" judges
             a step's drafts together, and accepts more yet.
+        logprobs_mode: what the log-probabilities of emitted ids are of: "raw", the model's logits
+            as they are, or "processed", the law the id was drawn from, after all parameters and the
+            grammar. Those of the prompt are raw.
         num_drafts: drafts a step of a request that does not say, 0 to 8, or "auto": as many as pay,
             chosen anew for each step. None: none, or a block drafter's `block_gamma - 1`.
         lengths: who chooses where it is "auto"; None: a `LengthController`.
@@ -130,6 +136,7 @@ class Engine:
     Attributes:
         config: the target's shapes and end-of-sequence ids.
         acceptance: how drafts are judged at a temperature.
+        logprobs_mode: what log-probabilities are of.
         num_drafts: drafts a step of a request that does not say.
         drafting: the engine's side of the proposer contract, or None without one.
         prefix: the cache of prefixes, or None without one.
@@ -148,6 +155,7 @@ class Engine:
         *,
         proposer: DraftProposer[Any] | None = None,
         acceptance: Acceptance = "invariant",
+        logprobs_mode: LogprobsMode = "raw",
         num_drafts: int | Literal["auto"] | None = None,
         lengths: LengthPolicy | None = None,
         max_seq_len: int,
@@ -169,6 +177,11 @@ class Engine:
             raise ConfigError(
                 f"acceptance is {acceptance!r}; allowed are "
                 f"{', '.join(map(repr, get_args(Acceptance)))}"
+            )
+        if logprobs_mode not in get_args(LogprobsMode):
+            raise ConfigError(
+                f"logprobs_mode is {logprobs_mode!r}; allowed are "
+                f"{', '.join(map(repr, get_args(LogprobsMode)))}"
             )
         if max_proposer_failures < 1:
             raise ConfigError(
@@ -195,6 +208,7 @@ class Engine:
                 "would change if drafts were left out by what was drawn"
             )
         self.acceptance: Acceptance = acceptance
+        self.logprobs_mode: LogprobsMode = logprobs_mode
         self.num_drafts: int | Literal["auto"] = num_drafts
         place = torch.device("cpu") if device is None else device
         self._on_device = place.type != "cpu" if drafts_on_device is None else drafts_on_device
@@ -701,6 +715,7 @@ class Engine:
                     draft[:accepted],
                     verdict,
                     output.logits[start : start + given.num_logits],
+                    masks=row.masks,
                     num_drafted=_drafted(draft),
                     source=proposed.source,
                 )
@@ -743,6 +758,7 @@ class Engine:
         verdict: Verdict,
         logits: torch.Tensor,
         *,
+        masks: list[Words] | None,
         num_drafted: int,
         source: str | None,
     ) -> Emission:
@@ -782,11 +798,9 @@ class Engine:
             kept = sequence.text_end.scan(taken, num_unstoppable=max(0, spared))
             if kept is not None:
                 taken, reason = taken[:kept], FinishReason.STOP
+        logprobs = self._logprobs(sequence, taken, logits, masks)
         sequence.tokens.extend(taken)
         _sampler(sequence).commit(taken)
-        logprobs = None
-        if sequence.params.logprobs is not None:
-            logprobs = token_logprobs(logits, taken, top=sequence.params.logprobs)
         if first:
             for one in self._held.pop(sequence.id, ()):
                 self._scheduler.add(one)
@@ -803,6 +817,27 @@ class Engine:
             logprobs=logprobs,
             prompt_logprobs=sequence.prompt_logprobs if first else None,
         )
+
+    def _logprobs(
+        self,
+        sequence: Sequence,
+        taken: list[int],
+        logits: torch.Tensor,
+        masks: list[Words] | None,
+    ) -> list[TokenLogprob] | None:
+        """Those of a step's ids, before they are committed; None where they are not asked for."""
+        top = sequence.params.logprobs
+        if top is None:
+            return None
+        if self.logprobs_mode == "raw":
+            return token_logprobs(logits, taken, top=top)
+        listed = []
+        for row, token in enumerate(taken):
+            mask = None if masks is None else masks[row]
+            law = _sampler(sequence).law(logits[row], drafted=taken[:row], mask=mask)
+            assert not isinstance(law, int), "an id came from a row without a law"
+            listed.append(law_logprob(law, token, top=top))
+        return listed
 
     def _close(self, sequence: Sequence) -> None:
         del self._requests[sequence.id]

@@ -205,7 +205,12 @@ class Scheduler:
             )
             for row, room in zip(decoding, rooms, strict=True)
         ]
-        return True, self.lengths.choose(views, max_drafts=budget)
+        chosen = self.lengths.choose(views, max_drafts=budget)
+        # A policy that is not ours may forget either bound; a request's own number stands.
+        return True, [
+            view.limit if view.fixed is not None else max(0, min(count, view.limit))
+            for view, count in zip(views, chosen, strict=True)
+        ]
 
     def preempt_last(self) -> Sequence | None:
         """Take back slot and blocks of the sequence admitted last, which then heads the queue.

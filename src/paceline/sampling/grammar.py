@@ -80,7 +80,11 @@ class GrammarSpec:
 
     @classmethod
     def tool_calls(
-        cls, tools: Sequence[Mapping[str, Any]], *, required: bool = False
+        cls,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        required: bool = False,
+        at_once: bool = False,
     ) -> GrammarSpec:
         """Return the grammar of an answer that may call tools, in DeepSeek-V4's markup.
 
@@ -90,6 +94,7 @@ class GrammarSpec:
         Args:
             tools: functions in OpenAI's form, at least one.
             required: whether a block must come.
+            at_once: whether it must come without text before it.
 
         Raises:
             RequestError: a tool is no function with a name, or its schema is no JSON.
@@ -108,7 +113,8 @@ class GrammarSpec:
             functions.append({"name": name, "parameters": json.loads(_schema(schema))})
         if not functions:
             raise RequestError("no tool is given; a grammar of tool calls needs at least one")
-        return cls("tool_calls", json.dumps({"tools": functions, "required": required}))
+        wanted = {"tools": functions, "required": required or at_once, "at_once": at_once}
+        return cls("tool_calls", json.dumps(wanted))
 
 
 def _schema(given: str | Mapping[str, Any]) -> str:

@@ -99,7 +99,12 @@ class LlguidanceLibrary:
                 wanted = json.loads(spec.source)
                 return str(
                     matcher.grammar_from_lark(
-                        _tool_grammar(wanted["tools"], wanted["required"], f"<[{marker}]>")
+                        _tool_grammar(
+                            wanted["tools"],
+                            f"<[{marker}]>",
+                            required=wanted["required"],
+                            at_once=wanted["at_once"],
+                        )
                     )
                 )
 
@@ -212,17 +217,20 @@ def _literal(text: str) -> str:
 # Tool calls
 
 
-def _tool_grammar(tools: Sequence[dict[str, Any]], required: bool, marker: str) -> str:
+def _tool_grammar(
+    tools: Sequence[dict[str, Any]], marker: str, *, required: bool, at_once: bool
+) -> str:
     """Lark of an answer with calls; the layout is that of DeepSeek-V4's encoding."""
     calls = " | ".join(f"call_{number}" for number in range(len(tools)))
     rules = [
         "%llguidance {}",
-        f"start: HEAD block{'' if required else ' | TEXT'}",
+        f"start: {'OPEN' if at_once else 'HEAD'} block{'' if required else ' | TEXT'}",
         f'block: {marker} "tool_calls>\\n" (call "\\n")+ "</" {marker} "tool_calls>"',
         f"call: {calls}",
         f"TEXT: /{_ANY}/ & {_NO_MARKER}",
         # The marker is an id of its own, so what comes before it ends there and nowhere else.
         f"HEAD: /{_ANY}\\n\\n</ & {_NO_MARKER}",
+        r"OPEN: /\n\n</",
         f"STRING: /{_ANY}<\\// & {_NO_MARKER}",
     ]
     for number, tool in enumerate(tools):

@@ -2,7 +2,7 @@
 
 They are "raw" unless asked otherwise: the log-softmax of the model's logits before any processing,
 which is what a teacher-forced pass over the finished text gives. "Processed" ones are those of the
-law the token was drawn from.
+law the token was drawn from. The engine's `logprobs_mode` chooses.
 """
 
 from __future__ import annotations

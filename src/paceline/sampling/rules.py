@@ -112,7 +112,7 @@ def block_rejection(
             assert ahead is not None
             over = float(_over(ahead, behind, drafts[j + 1], share).sum())
             # Both vanish only where share is 1 and the laws agree: then nothing is to be corrected.
-            chance = over / (over + 1.0 - share) if over > 0 or share < 1 else 1.0
+            chance = over / (over + (1.0 - share)) if over > 0 or share < 1 else 1.0
         if accept[j] < chance:
             taken, taken_share = j + 1, share
     last = p[taken]

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
-from time import perf_counter, time
+from time import monotonic, perf_counter, time
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -152,6 +152,7 @@ class _Call:
         self.headers = Headers(scope=scope)
         self.path_params: Mapping[str, Any] = scope.get("path_params", {})
         self.started = False
+        self._sending_since: float | None = None
         self._receive = receive
         self._send = send
 
@@ -233,18 +234,15 @@ class _Call:
         }
         await self._send(_start(200, fields))
 
-    async def send_part(self, data: bytes, *, seconds: float, last: bool = False) -> None:
-        """Send a part of a stream.
+    async def send_part(self, data: bytes, *, last: bool = False) -> None:
+        """Send a part of a stream; waits as long as the client does not take what was sent."""
+        self._sending_since = monotonic()
+        await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+        self._sending_since = None
 
-        Raises:
-            _GoneError: the client has taken nothing for so many seconds.
-        """
-        message = {"type": "http.response.body", "body": data, "more_body": not last}
-        try:
-            async with asyncio.timeout(seconds):
-                await self._send(message)
-        except TimeoutError:
-            raise _GoneError from None
+    def is_stuck(self, seconds: float) -> bool:
+        """Whether the client has taken nothing for so long."""
+        return self._sending_since is not None and monotonic() - self._sending_since > seconds
 
 
 def _start(status: int, headers: Mapping[str, str]) -> dict[str, Any]:
@@ -252,9 +250,11 @@ def _start(status: int, headers: Mapping[str, str]) -> dict[str, Any]:
     return {"type": "http.response.start", "status": status, "headers": raw}
 
 
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
 def _dumped(document: Mapping[str, Any]) -> bytes:
-    text = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
-    return text.encode("utf-8", "backslashreplace")
+    return _JSON.encode(document).encode("utf-8", "backslashreplace")
 
 
 def _event(document: Mapping[str, Any]) -> bytes:
@@ -385,7 +385,7 @@ class _Door:
         if not self._keys:
             return
         scheme, _, given = call.headers.get("authorization", "").partition(" ")
-        digest = sha256(given.strip().encode("utf-8", "surrogateescape")).digest()
+        digest = sha256(given.strip().encode("latin-1")).digest()
         right = [hmac.compare_digest(digest, key) for key in self._keys]
         if scheme.lower() != "bearer" or not any(right):
             raise ApiError(
@@ -531,7 +531,9 @@ class _Door:
         self._engine.submit(job)
         try:
             give = self._streamed if asked.stream else self._whole
-            await _while_connected(call, give(call, served, job, answers))
+            await _while_connected(
+                call, give(call, served, job, answers), self._settings.write_seconds
+            )
         finally:
             if len(served.results) < len(answers):
                 self._engine.abort(job)
@@ -632,10 +634,15 @@ class _Door:
             raise refusal
         asked = served.asked
         assert asked is not None
-        send = partial(call.send_part, seconds=self._settings.write_seconds)
         head = self._head(served)
 
+        is_plain = not (asked.continuous_usage or asked.include_usage)
+        opening = b"data: " + _dumped(head)[:-1] + b',"choices":['
+        closing = b"]}\n\n" if is_plain else b'],"usage":null}\n\n'
+
         def framed(choice: dict[str, Any]) -> bytes:
+            if choice["finish_reason"] is None and not asked.continuous_usage:
+                return opening + _dumped(choice) + closing
             frame = {**head, "choices": [choice]}
             if asked.continuous_usage:
                 frame["usage"] = replies.usage_so_far(
@@ -652,13 +659,13 @@ class _Door:
         await call.begin_stream()
         begun = [framed(choice) for answer in answers.values() for choice in answer.begin()]
         if begun:
-            await send(b"".join(begun))
+            await call.send_part(b"".join(begun))
         while len(served.results) < len(answers):
             try:
                 chunks = await job.mailbox.take()
             except Exception as error:
                 served.error = _as_api_error(error)
-                await send(_event(served.error.to_dict()) + _DONE, last=True)
+                await call.send_part(_event(served.error.to_dict()) + _DONE, last=True)
                 raise served.error from None
             frames: list[bytes] = []
             for chunk in chunks:
@@ -670,14 +677,14 @@ class _Door:
                 answer = answers[chunk.index, chunk.sample_index]
                 frames += map(framed, answer.add(chunk))
             if frames:
-                await send(b"".join(frames))
+                await call.send_part(b"".join(frames))
         end = _DONE
         if asked.include_usage:
             frame = {**head, "choices": [], "usage": self._usage(served)}
             if (metrics := self._speculation(served)) is not None:
                 frame["metrics"] = metrics
             end = _event(frame) + end
-        await send(end, last=True)
+        await call.send_part(end, last=True)
 
     def _head(self, served: _Served) -> dict[str, Any]:
         assert served.asked is not None
@@ -760,8 +767,10 @@ def _looked_at(future: asyncio.Future[Grammar]) -> None:
         future.exception()
 
 
-async def _while_connected(call: _Call, work: Coroutine[Any, Any, None]) -> None:
-    """Do something unless the client goes away.
+async def _while_connected(
+    call: _Call, work: Coroutine[Any, Any, None], write_seconds: float
+) -> None:
+    """Do something unless the client goes away, or takes nothing of a stream for so long.
 
     Raises:
         _GoneError: it did; the work is cancelled.
@@ -769,7 +778,11 @@ async def _while_connected(call: _Call, work: Coroutine[Any, Any, None]) -> None
     doing = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(call.gone())
     try:
-        await asyncio.wait({doing, gone}, return_when=asyncio.FIRST_COMPLETED)
+        # One clock for the whole stream: a timer for each part would cost more than the part.
+        while not (doing.done() or gone.done() or call.is_stuck(write_seconds)):
+            await asyncio.wait(
+                {doing, gone}, timeout=write_seconds / 4, return_when=asyncio.FIRST_COMPLETED
+            )
         if not doing.done():
             raise _GoneError
         doing.result()

@@ -20,7 +20,7 @@ from paceline.engine import Emission, Engine
 from paceline.llm import LLM, Answer
 from paceline.sampling.grammar import Grammar
 from paceline.server.errors import ApiError, overloaded, shutting_down, unavailable
-from paceline.types import PacelineError, SamplingParams, StreamChunk
+from paceline.types import PacelineError, SamplingParams, StreamChunk, TokenLogprob
 
 __all__ = ["EngineThread", "Job", "Mailbox"]
 
@@ -28,6 +28,9 @@ _log = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3
 """Steps in a row that may fail, each costing all answers that run, before the engine is dead."""
+
+WATCH_SECONDS = 0.05
+"""Least time from one call of what watches the steps to the next, while there is work."""
 
 JOIN_SECONDS = 5.0
 """How long a step may go on after the end before its thread is given up."""
@@ -40,13 +43,19 @@ class _Gathered:
 
     def __init__(self, chunk: StreamChunk) -> None:
         self._last = chunk
-        self._texts = [chunk.text]
-        self._token_ids = list(chunk.token_ids)
-        self._drafted = list(chunk.drafted)
-        self._pieces = list(chunk.pieces)
-        self._logprobs = None if chunk.logprobs is None else list(chunk.logprobs)
+        # Filled with the second chunk: mostly there is none.
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._drafted: list[bool] = []
+        self._pieces: list[tuple[str, bool]] = []
+        self._logprobs: list[TokenLogprob] | None = None
 
     def add(self, chunk: StreamChunk) -> None:
+        if not self._texts:
+            self._append(self._last)
+        self._append(chunk)
+
+    def _append(self, chunk: StreamChunk) -> None:
         self._last = chunk
         self._texts.append(chunk.text)
         self._token_ids += chunk.token_ids
@@ -56,6 +65,8 @@ class _Gathered:
             self._logprobs = (self._logprobs or []) + chunk.logprobs
 
     def joined(self) -> StreamChunk:
+        if not self._texts:
+            return self._last
         return replace(
             self._last,
             text="".join(self._texts),
@@ -171,9 +182,9 @@ class EngineThread:
         llm: what answers.
         max_waiting: answers that may wait beside those that run.
         stall_seconds: longest step of a healthy engine.
-        after_step: called on the engine's thread with (engine, tokens emitted, answers accepted
-            and not in the engine) after each step and when requests go; if it raises, that is
-            logged once and it is called no more.
+        after_step: called on the engine's thread between steps, every `WATCH_SECONDS` and when
+            nothing is left to do, with (engine, tokens emitted since the last call, answers
+            accepted and not in the engine); if it raises, that is logged and it is called no more.
 
     Attributes:
         llm: what answers.
@@ -204,6 +215,8 @@ class EngineThread:
         self._died: str | None = None
         self._failed_steps = 0
         self._busy_since: float | None = None
+        self._num_emitted = 0
+        self._watched_at = -math.inf
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
 
     def start(self) -> None:
@@ -302,7 +315,9 @@ class EngineThread:
                     self._cancel_all(shutting_down())
                 if engine.has_work:
                     self._step(engine)
-                else:
+                if not engine.has_work or monotonic() - self._watched_at >= WATCH_SECONDS:
+                    self._watch()
+                if not engine.has_work:
                     self._busy_since = None
             self._cancel_all(shutting_down())
         except BaseException as error:
@@ -331,7 +346,6 @@ class EngineThread:
             return
         self._busy_since = monotonic()
         self._deliver(emissions)
-        self._watched(sum(len(emission.token_ids) for emission in emissions))
 
     def _step_failed(self, error: Exception) -> None:
         """A step that fails costs all that run; several in a row the engine."""
@@ -346,6 +360,7 @@ class EngineThread:
     def _deliver(self, emissions: Iterable[Emission]) -> None:
         waking: dict[asyncio.AbstractEventLoop, list[Mailbox]] = {}
         for emission in emissions:
+            self._num_emitted += len(emission.token_ids)
             job, answer, begun_at = self._answers[emission.request_id]
             chunk = answer.take(emission)
             if chunk.result is not None:
@@ -384,7 +399,6 @@ class EngineThread:
             self.llm.engine.abort(request_id)
             self._over(request_id)
         self._forget(job)
-        self._watched(0)
 
     def _over(self, request_id: int) -> None:
         """Forget an answer, and its job with the last."""
@@ -408,13 +422,14 @@ class EngineThread:
             self._abort(job)
             job.mailbox.fail(error)
 
-    def _watched(self, num_emitted: int) -> None:
+    def _watch(self) -> None:
+        self._watched_at = monotonic()
         if self._after_step is None:
             return
+        num_emitted, self._num_emitted = self._num_emitted, 0
+        num_queued = max(0, self._num_answers - len(self._answers))
         try:
-            self._after_step(
-                self.llm.engine, num_emitted, max(0, self._num_answers - len(self._answers))
-            )
+            self._after_step(self.llm.engine, num_emitted, num_queued)
         except Exception:
             _log.exception("what watches the steps failed; it is called no more")
             self._after_step = None

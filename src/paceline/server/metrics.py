@@ -187,7 +187,7 @@ class ServerMetrics:
         )
         self._cached_tokens = Counter(
             "paceline_cached_prompt_tokens",
-            "Those of them that an earlier request had computed.",
+            "Those of the prompts' tokens that an earlier request had computed.",
             registry=self.registry,
         )
         self._ttft = Histogram(
@@ -337,8 +337,12 @@ class _EngineCollector(Collector):
                 "Admissions that asked the cache of prefixes.",
                 counts.num_prefix_lookups,
             ),
-            ("prefix_hits", "Those that found a prefix.", counts.num_prefix_hits),
-            ("prefix_tokens", "Tokens they did not compute.", counts.num_prefix_tokens),
+            ("prefix_hits", "Admissions that found a prefix.", counts.num_prefix_hits),
+            (
+                "prefix_tokens",
+                "Tokens that were not computed since their prefix was found.",
+                counts.num_prefix_tokens,
+            ),
         ):
             yield CounterMetricFamily(f"paceline_{name}", text, count)
         alarms = GaugeMetricFamily(
@@ -358,7 +362,7 @@ def _drafting(stats: SpeculationStats) -> Iterator[Metric]:
             "Times a request was decoded by a forward, its prompt's own left out.",
             stats.num_decode_steps,
         ),
-        ("draft_steps", "Those that verified a draft.", stats.num_draft_steps),
+        ("draft_steps", "Decode steps that verified a draft.", stats.num_draft_steps),
         ("draft_tokens", "Drafts verified.", stats.num_drafted),
         ("accepted_tokens", "Drafts accepted.", stats.num_accepted),
     ):
@@ -404,16 +408,16 @@ def _under_other_names(stats: SpeculationStats, model: str) -> Iterator[Metric]:
     """The counters of drafting under the names that vLLM's V1 engine gives them."""
     labels = {"model_name": model, "engine": "0"}
     for name, text, count in (
-        ("num_drafts", "Number of spec decoding drafts.", stats.num_draft_steps),
-        ("num_draft_tokens", "Number of draft tokens.", stats.num_drafted),
-        ("num_accepted_tokens", "Number of accepted tokens.", stats.num_accepted),
+        ("num_drafts", "`paceline_draft_steps` by another name.", stats.num_draft_steps),
+        ("num_draft_tokens", "`paceline_draft_tokens` by another name.", stats.num_drafted),
+        ("num_accepted_tokens", "`paceline_accepted_tokens` by another name.", stats.num_accepted),
     ):
         family = CounterMetricFamily(f"vllm:spec_decode_{name}", text, labels=list(labels))
         family.add_metric(list(labels.values()), count)
         yield family
     yield _at_positions(
         "vllm:spec_decode_num_accepted_tokens_per_pos",
-        "Accepted tokens per draft position.",
+        "`paceline_accepted_tokens_at` by another name.",
         stats.accepted_at,
         labels,
     )

@@ -612,14 +612,14 @@ def _tools(given: dict[str, Any], limits: Limits) -> tuple[list[Any], GrammarSpe
     if not tools:
         raise ApiError(400, "tool_choice is given without tools", param="tool_choice")
     try:
-        whole = GrammarSpec.tool_calls(tools, required=choice == "required")
+        whole = GrammarSpec.tool_calls(tools, at_once=choice == "required")
         if named is not None:
             chosen = [tool for tool in tools if tool["function"]["name"] == named]
             if not chosen:
                 raise ApiError(
                     400, f"tool_choice names {named!r:.80}, which is no tool", param="tool_choice"
                 )
-            return tools, GrammarSpec.tool_calls(chosen, required=True)
+            return tools, GrammarSpec.tool_calls(chosen, at_once=True)
     except RequestError as error:
         raise ApiError(400, str(error), param="tools") from None
     strict = any(tool["function"].get("strict") is True for tool in tools)

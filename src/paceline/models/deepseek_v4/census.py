@@ -108,7 +108,8 @@ class CacheBytes:
         dtype: of window rows and compressed rows; raw and index rows are fp32 always.
         per_token: bytes that one more token of context adds.
         per_sequence: bytes of a sequence's rings, whatever its length.
-        drafter_per_sequence: bytes of the MTP head's ring; 0 without one.
+        drafter_per_sequence: bytes of the MTP head's ring and of the target's streams that are kept
+            for it; 0 without one.
         full_context: bytes of one sequence of max_position_embeddings tokens.
     """
 
@@ -289,7 +290,9 @@ def cache_bytes(
     * per sequence: ``A (W - 1 + w) d e`` of window rows, and what the compressors still need of
       single tokens, value and score in fp32:
       ``A4 (7 + w) (2 d + 2 i) 8 + A128 (127 + w) d 8``.
-    * the drafter: ``(W - 1 + k + 1) d e``, k being the most drafts that may be asked for.
+    * the drafter, k being the most drafts that may be asked for: ``(W - 1 + k + 1) d e`` of rows;
+      with s the elements of a position's streams, ``max(W, 128) s e`` that the engine keeps to
+      catch up from, and ``(2 k + 1) s e`` of pairs that wait to be written and of a step's inputs.
 
     Args:
         config: the shapes.
@@ -300,9 +303,11 @@ def cache_bytes(
     element = 4 if dtype == "fp32" else 2
     per_token = cache_bytes_per_token(config, element)
     per_sequence = cache_bytes_per_sequence(config, element, max_width)
-    ring = (config.sliding_window + MAX_NUM_DRAFTS) * config.head_dim * element
-    drafting = ring if drafter == "mtp" else 0
     block = 128
+    ring = (config.sliding_window + MAX_NUM_DRAFTS) * config.head_dim * element
+    kept = max(config.sliding_window, block) + 2 * MAX_NUM_DRAFTS + 1
+    streams = kept * config.hc_mult * config.hidden_size * element
+    drafting = ring + streams if drafter == "mtp" else 0
     blocks = -(-config.max_position_embeddings // block)
     return CacheBytes(
         dtype=dtype,

@@ -1,0 +1,99 @@
+"""``paceline serve`` as a process: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from paceline.cli import app
+
+
+@contextmanager
+def served(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server and the line that it printed once it was ready."""
+    command = [sys.executable, "-m", "paceline", "serve", *options, "--port", "0"]
+    process = subprocess.Popen(
+        [*command, "--num-threads", "1", "--max-seq-len", "256"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert select.select([process.stdout], [], [], 60)[0], "it does not get ready"
+        yield process, process.stdout.readline()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_it_serves_until_it_is_told_to_end() -> None:
+    with served("--num-drafts", "2", "--shutdown-seconds", "5") as (process, line):
+        found = re.fullmatch(
+            r"serving paceline-bundled at (http://127\.0\.0\.1:\d+)/v1, drafter: \w+, "
+            r"2 drafts a step\n",
+            line,
+        )
+        assert found, line
+        body = {"prompt": "def add(a, b):", "max_tokens": 100, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"{found[1]}/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert rest[-2:] == ["data: [DONE]", ""]
+        assert '"finish_reason":"length"' in rest[-4]
+        output, errors = process.communicate(timeout=20)
+        assert process.returncode in (0, -signal.SIGTERM)
+        assert output == ""
+        assert "warning" not in errors
+        assert "Traceback" not in errors
+        assert '"event": "request"' in errors
+
+
+def test_an_open_door_is_warned_of(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("first\n\nsecond\n")
+    with served("--host", "0.0.0.0", "--num-drafts", "0", "--no-request-log") as (process, line):
+        assert "drafter: none" in line
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+        assert "warning: 0.0.0.0 can be reached from other machines" in errors
+    with served("--host", "0.0.0.0", "--api-key", f"@{keys}") as (process, line):
+        url = re.sub(r".*:(\d+)/v1.*\n", r"http://127.0.0.1:\1", line)
+        for key, status in (("first", 200), ("second", 200), ("third", 401)):
+            headers = {"authorization": f"Bearer {key}"}
+            assert httpx.get(f"{url}/v1/models", headers=headers).status_code == status
+        process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        _, errors = process.communicate(timeout=20)
+        assert time.monotonic() - began < 8
+        assert "warning" not in errors
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--api-key", ""], "--api-key is empty"),
+        (["--api-key", f"@{os.devnull}"], "holds no key"),
+        (["--api-key", "@/no/such/file"], "cannot be read"),
+        (["--num-drafts", "many"], "--num-drafts"),
+        (["/no/such/model"], "/no/such/model"),
+    ],
+)
+def test_bad_options_are_said_in_a_line(options: list[str], says: str) -> None:
+    ran = CliRunner().invoke(app, ["serve", *options])
+    assert ran.exit_code == 2
+    assert says in ran.stderr

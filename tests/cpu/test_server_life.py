@@ -1,0 +1,347 @@
+"""The engine's thread under clients that leave, wait, read slowly, and a server that ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from server_kit import NAME, Live, running, until
+
+from paceline import LLM, SamplingParams
+from paceline.server.engine_thread import EngineThread, Job, Mailbox
+from paceline.server.errors import ApiError
+from paceline.types import StreamChunk
+
+LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(max_seq_len=512, max_num_seqs=4, num_threads=1) as llm:
+        yield llm
+
+
+@pytest.fixture
+def live(llm: LLM) -> Iterator[Live]:
+    with running(llm, max_waiting=4) as live:
+        yield live
+    llm.engine.check_idle()
+
+
+def begin(live: Live, prompt: str = "def", **more: Any) -> socket.socket:
+    """Ask for a long answer and read nothing of it."""
+    body = json.dumps({"prompt": prompt, **LONG, **more}).encode()
+    head = (
+        "POST /v1/completions HTTP/1.0\r\nhost: x\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    )
+    end = socket.create_connection(("127.0.0.1", live.port), timeout=20)
+    end.sendall(head.encode() + body)
+    return end
+
+
+def read_all(end: socket.socket) -> str:
+    said = b""
+    while part := end.recv(65_536):
+        said += part
+        if b"[DONE]" in said:
+            break
+    return said.decode()
+
+
+def outcomes(live: Live) -> list[str]:
+    return [json.loads(line)["outcome"] for line in live.log.getvalue().splitlines()]
+
+
+@pytest.fixture
+def slowly(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Steps that take a while, so that there is something to interrupt; their times."""
+    whole = llm.engine.step
+    times: list[float] = []
+
+    def step() -> Any:
+        time.sleep(0.02)
+        emissions = whole()
+        times.append(time.monotonic())
+        return emissions
+
+    monkeypatch.setattr(llm.engine, "step", step)
+    return times
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_request(
+    live: Live, slowly: list[float], stream: bool
+) -> None:
+    end = begin(live, stream=stream)
+    until(lambda: len(slowly) > 5)
+    before = len(slowly)
+    end.close()
+    until(lambda: not live.llm.engine.has_work)
+    assert len(slowly) - before <= 2
+    live.wait_idle()
+    until(lambda: outcomes(live) == ["cancelled"])
+
+
+def test_a_client_that_goes_away_while_it_waits(live: Live, slowly: list[float]) -> None:
+    ends = [begin(live, stream=True) for _ in range(6)]
+    until(lambda: live.engine.num_answers == 6 and len(slowly) > 2)
+    ends[5].close()
+    until(lambda: live.engine.num_answers == 5)
+    for end in ends[:5]:
+        end.close()
+    live.wait_idle()
+
+
+def test_a_full_queue_is_told(live: Live, slowly: list[float]) -> None:
+    ends = [begin(live, stream=True) for _ in range(8)]
+    until(lambda: live.engine.num_answers == 8)
+    answer = httpx.post(f"{live.url}/v1/completions", json={"prompt": "a", "max_tokens": 1})
+    assert answer.status_code == 429
+    assert 1 <= int(answer.headers["retry-after"]) <= 60
+    assert answer.json()["error"]["code"] == "queue_full"
+    with live.client() as client, pytest.raises(openai.RateLimitError):
+        client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": "a"}])
+    assert outcomes(live) == ["overloaded"] * 2
+    for end in ends:
+        end.close()
+    live.wait_idle()
+    assert httpx.post(
+        f"{live.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}
+    ).is_success
+
+
+def test_answers_that_waited_are_whole(live: Live) -> None:
+    with live.client() as client:
+        more: dict[str, Any] = {"n": 8, "seed": 1, "max_tokens": 8}
+        together = client.completions.create(model=NAME, prompt="def", **more)
+        again = client.completions.create(model=NAME, prompt="def", **more)
+    assert [c.text for c in together.choices] == [c.text for c in again.choices]
+    assert [choice.index for choice in together.choices] == list(range(8))
+
+
+def test_a_slow_reader_slows_nobody(live: Live) -> None:
+    lines = [begin(live, stream=True, logprobs=20, max_tokens=500) for _ in range(2)]
+    until(lambda: live.engine.num_answers == 2)
+    with live.client() as client:
+        stream = client.completions.create(
+            model=NAME, prompt="def", stream=True, max_tokens=100, temperature=0
+        )
+        quick = "".join(chunk.choices[0].text for chunk in stream)
+    # Nobody has read a byte of the slow ones, and their answers end all the same.
+    live.wait_idle()
+    for line in lines:
+        body = read_all(line).partition("\r\n\r\n")[2]
+        line.close()
+        parts = [part for part in body.split("\n\n") if part.startswith("data: {")]
+        frames = [json.loads(part[6:]) for part in parts]
+        text = "".join(choice["text"] for frame in frames for choice in frame["choices"])
+        assert text.startswith(quick)
+        tokens = [t for f in frames for c in f["choices"] for t in c["logprobs"]["tokens"]]
+        assert len(tokens) == 500
+
+
+def test_the_end_of_the_server_is_told_to_all(llm: LLM, slowly: list[float]) -> None:
+    with running(llm, max_waiting=4, shutdown_seconds=0.5) as live:
+        ends = [begin(live, stream=True) for _ in range(5)] + [begin(live) for _ in range(2)]
+        until(lambda: live.engine.num_answers == 7 and len(slowly) > 3)
+        began = time.monotonic()
+        live.server.should_exit = True
+        said = [read_all(end) for end in ends]
+        live.end()
+        assert 0.4 < time.monotonic() - began < 4
+    for text in said[:5]:
+        assert '"code":"shutting_down"' in text
+        assert text.endswith("data: [DONE]\n\n")
+    for text in said[5:]:
+        assert text.startswith("HTTP/1.1 503 ")
+        assert '"code":"shutting_down"' in text
+    for end in ends:
+        end.close()
+    assert outcomes(live) == ["unavailable"] * 7
+    llm.engine.check_idle()
+
+
+def test_short_answers_end_before_the_server_does(llm: LLM, slowly: list[float]) -> None:
+    with running(llm, shutdown_seconds=10) as live:
+        ends = [begin(live, stream=True, max_tokens=20) for _ in range(6)]
+        until(lambda: live.engine.num_answers == 6)
+        live.server.should_exit = True
+        for end in ends:
+            said = read_all(end)
+            assert '"finish_reason":"length"' in said
+            assert "error" not in said
+            end.close()
+    assert outcomes(live) == ["length"] * 6
+
+
+def test_nothing_new_is_taken_at_the_end(llm: LLM) -> None:
+    with running(llm) as live:
+        live.engine.drain(5)
+        answer = httpx.post(f"{live.url}/v1/completions", json={"prompt": "a"})
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "shutting_down"
+
+
+def test_health_is_red_while_a_step_hangs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, go_on = llm.engine.step, threading.Event()
+
+    def step() -> Any:
+        go_on.wait(20)
+        return whole()
+
+    monkeypatch.setattr(llm.engine, "step", step)
+    with running(llm, stall_seconds=0.1) as live:
+        assert httpx.get(f"{live.url}/health").status_code == 200
+        time.sleep(0.2)
+        assert httpx.get(f"{live.url}/health").status_code == 200, "idle is no stall"
+        with begin(live):
+            until(lambda: httpx.get(f"{live.url}/health").status_code == 503)
+            assert "not stepped" in httpx.get(f"{live.url}/health").json()["reason"]
+            # What does not need the engine is answered meanwhile.
+            assert httpx.get(f"{live.url}/metrics").is_success
+            assert httpx.post(f"{live.url}/tokenize", json={"prompt": "a"}).is_success
+            go_on.set()
+            until(lambda: httpx.get(f"{live.url}/health").status_code == 200)
+
+
+def test_a_failed_step_costs_what_runs_and_no_more(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, fails = llm.engine.step, [True]
+
+    def step() -> Any:
+        if fails:
+            fails.pop()
+            raise RuntimeError("a secret path")
+        return whole()
+
+    monkeypatch.setattr(llm.engine, "step", step)
+    with running(llm) as live:
+        answer = httpx.post(f"{live.url}/v1/completions", json={"prompt": "a", "max_tokens": 2})
+        assert answer.status_code == 500
+        assert answer.json()["error"]["type"] == "server_error"
+        assert "secret" not in answer.text
+        again = httpx.post(f"{live.url}/v1/completions", json={"prompt": "a", "max_tokens": 2})
+        assert again.is_success
+        assert httpx.get(f"{live.url}/health").is_success
+
+
+def test_an_engine_that_keeps_failing_is_dead(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def step() -> Any:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(llm.engine, "step", step)
+    with running(llm) as live:
+        asked = [httpx.post(f"{live.url}/v1/completions", json={"prompt": "a"}) for _ in range(4)]
+        assert [answer.status_code for answer in asked] == [500, 500, 500, 503]
+        until(lambda: httpx.get(f"{live.url}/health").status_code == 503)
+        assert "died" in httpx.get(f"{live.url}/health").json()["reason"]
+
+
+def test_an_answer_that_fails_leaves_the_others(llm: LLM, live: Live) -> None:
+    with live.client() as client:
+        good = client.completions.create(model=NAME, prompt="def", max_tokens=40, temperature=0)
+        stream = client.completions.create(
+            model=NAME, prompt="def", max_tokens=40, temperature=0, stream=True
+        )
+        # An id that the model has no row for is refused by the engine, on its own thread.
+        with pytest.raises(openai.BadRequestError, match="ids"):
+            client.completions.create(model=NAME, prompt=[10**6])
+        assert "".join(chunk.choices[0].text for chunk in stream) == good.choices[0].text
+
+
+def test_who_watches_and_fails_costs_nothing(llm: LLM) -> None:
+    calls: list[int] = []
+
+    def watch(engine: Any, emitted: int, queued: int) -> None:
+        calls.append(emitted)
+        raise RuntimeError("watching failed")
+
+    engine = EngineThread(llm, after_step=watch)
+    engine.start()
+
+    async def ask() -> list[int]:
+        mailbox = Mailbox(asyncio.get_running_loop())
+        params = SamplingParams(max_tokens=5)
+        engine.submit(Job(prompts=[[0, 5]], params=params, grammar=None, mailbox=mailbox))
+        assert await mailbox.accepted is None
+        ids: list[int] = []
+        while True:
+            for chunk in await mailbox.take():
+                ids += chunk.token_ids
+                if chunk.result is not None:
+                    return ids
+
+    assert len(asyncio.run(ask())) == 5
+    assert calls == calls[:1]
+    engine.stop()
+    engine.stop()
+    assert engine.trouble is not None
+
+
+def _chunk(number: int, *, sample: int = 0) -> StreamChunk:
+    return StreamChunk(
+        index=0,
+        sample_index=sample,
+        text=f"{number} ",
+        token_ids=[number],
+        drafted=[number % 2 == 0],
+        pieces=[(f"{number} ", number % 2 == 0)],
+        logprobs=[],
+    )
+
+
+def test_a_mailbox_joins_what_is_not_taken() -> None:
+    async def run() -> None:
+        box = Mailbox(asyncio.get_running_loop())
+        woken = [box.put(_chunk(number)) for number in range(1000)]
+        assert woken == [True] + [False] * 999
+        box.put(_chunk(7, sample=1))
+        first, second = await box.take()
+        assert first.token_ids == list(range(1000))
+        assert first.text == "".join(f"{number} " for number in range(1000))
+        assert "".join(text for text, _ in first.pieces) == first.text
+        assert (second.sample_index, second.token_ids) == (1, [7])
+        assert box.put(_chunk(1)) is True
+        box.fail(ApiError(503, "over"))
+        box.fail(ApiError(500, "later"))
+        assert [chunk.token_ids for chunk in await box.take()] == [[1]]
+        with pytest.raises(ApiError, match="over"):
+            await box.take()
+        assert isinstance(await box.accepted, ApiError)
+
+    asyncio.run(run())
+
+
+def test_a_mailbox_loses_nothing_between_threads() -> None:
+    async def run() -> list[int]:
+        loop = asyncio.get_running_loop()
+        box = Mailbox(loop)
+
+        def give() -> None:
+            for number in range(3000):
+                if box.put(_chunk(number)):
+                    loop.call_soon_threadsafe(box.wake)
+            box.fail(ApiError(503, "over"))
+
+        giver = threading.Thread(target=give)
+        giver.start()
+        taken: list[int] = []
+        try:
+            while True:
+                for chunk in await box.take():
+                    taken += chunk.token_ids
+        except ApiError:
+            giver.join()
+        return taken
+
+    assert asyncio.run(run()) == list(range(3000))
