@@ -680,6 +680,16 @@ def device_differences(result: Result) -> str:
     return markdown(header, rows)
 
 
+def gpu_tests(result: Result) -> str:
+    """One sentence on the last run of the tests that need a GPU."""
+    outcome = f"{result['passed']} passed, {result['failed']} failed"
+    where = f"{result['device']}, torch {result['torch']}, Python {result['python']}"
+    return (
+        f"{outcome} in {result['seconds']:.0f} s on an {where}; {result['date']}, after commit "
+        f"`{result['commit']}`; `{result['command']}`"
+    )
+
+
 def device_environment(result: Result) -> str:
     """Where and when."""
     line = (
@@ -910,6 +920,7 @@ RENDER: dict[str, tuple[str, Callable[[Result], str]]] = {
     "device-graphs-steps": ("device-graphs", device_graph_steps),
     "device-graphs-captures": ("device-graphs", device_graph_captures),
     "device-graphs-environment": ("device-graphs", device_environment),
+    "gpu-tests": ("gpu-tests", gpu_tests),
     "decode-sentence": ("decode", decode_sentence),
     "decode-summary": ("decode", decode_summary),
     "decode-batch-1": ("decode", lambda result: decode_table(result, 1)),

@@ -7,6 +7,7 @@ What the controller is worth is shown on a simulation whose costs are known
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import random
 import sys
@@ -460,6 +461,20 @@ def test_regret_is_small(simulation: ModuleType, name: str, least: float) -> Non
     row = simulation.study(scenario, [101])
     assert row["over_best_fixed"] >= least
     assert row["over_off"] >= 0.98
+
+
+def test_the_stored_study_is_whole_and_keeps_what_is_promised(simulation: ModuleType) -> None:
+    stored = json.loads((BENCHMARKS / "results" / "length-simulation.json").read_text())
+    rows = stored["scenarios"]
+    assert [row["name"] for row in rows] == [one.name for one in simulation.SCENARIOS]
+    assert len(rows) >= 20
+    assert stored["complete"]
+    assert stored["seeds"] >= 5
+    for row in rows:
+        rate, fixed = row["tokens_per_second"], row["fixed_tokens_per_second"]
+        assert len(fixed) == 9
+        assert rate >= 0.95 * max(fixed), row["name"]
+        assert rate >= 0.98 * fixed[0], row["name"]
 
 
 def test_the_simulation_charges_fixed_lengths_what_they_cost(simulation: ModuleType) -> None:

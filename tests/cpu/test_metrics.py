@@ -232,8 +232,10 @@ def test_health_is_asked_for_at_the_scrape() -> None:
 def test_requests_are_counted_by_route_and_outcome() -> None:
     metrics = ServerMetrics(model="m")
     metrics.finished(record(prompt_tokens=10, cached_tokens=4, ttft_seconds=0.5))
-    metrics.finished(record(prompt_tokens=20, outcome=Outcome.CANCELLED))
-    metrics.finished(record(outcome=Outcome.OVERLOADED, status=429, endpoint="/v1/x"))
+    metrics.finished(record(prompt_tokens=20, outcome=Outcome.CANCELLED, ttft_seconds=0.1))
+    metrics.finished(
+        record(prompt_tokens=7, outcome=Outcome.OVERLOADED, status=429, endpoint="/v1/x")
+    )
     for endpoint, outcome in (
         ("/v1/completions", "stop"),
         ("/v1/completions", "cancelled"),
@@ -273,7 +275,7 @@ def test_many_threads_count_every_request_once() -> None:
 
     def count() -> None:
         for _ in range(200):
-            metrics.finished(record(prompt_tokens=1))
+            metrics.finished(record(prompt_tokens=1, ttft_seconds=0.1))
 
     threads = [threading.Thread(target=count) for _ in range(8)]
     for thread in threads:
@@ -285,7 +287,7 @@ def test_many_threads_count_every_request_once() -> None:
 
 def test_two_servers_share_a_process() -> None:
     one, other = ServerMetrics(model="a"), ServerMetrics(model="b")
-    one.finished(record(prompt_tokens=3))
+    one.finished(record(prompt_tokens=3, ttft_seconds=0.1))
     assert value(other, "paceline_prompt_tokens_total") == 0
     assert value(one, "paceline_prompt_tokens_total") == 3
     assert value(other, "paceline_info", model="b") == 1

@@ -149,6 +149,18 @@ def test_a_slow_reader_slows_nobody(live: Live) -> None:
         assert len(tokens) == 500
 
 
+def test_a_reader_that_takes_nothing_is_given_up(llm: LLM) -> None:
+    body = json.dumps({"prompt": "def", "stream": True, "n": 4, "logprobs": 20, **LONG,
+                       "temperature": 1}).encode()  # fmt: skip
+    head = "POST /v1/completions HTTP/1.0\r\ncontent-type: application/json\r\n"
+    with running(llm, write_seconds=0.4) as live, socket.socket() as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        end.connect(("127.0.0.1", live.port))
+        end.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        until(lambda: outcomes(live) == ["cancelled"], 20)
+        live.wait_idle()
+
+
 def test_the_end_of_the_server_is_told_to_all(llm: LLM, slowly: list[float]) -> None:
     with running(llm, max_waiting=4, shutdown_seconds=0.5) as live:
         ends = [begin(live, stream=True) for _ in range(5)] + [begin(live) for _ in range(2)]

@@ -19,8 +19,10 @@ from typing import Any
 import pytest
 import typer
 
-for _needed in ("prometheus_client", "starlette", "uvicorn", "httpx"):
-    pytest.importorskip(_needed)
+pytest.importorskip("httpx")
+pytest.importorskip("prometheus_client")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
 
 from prometheus_client import Metric
 from starlette.testclient import TestClient
@@ -197,6 +199,7 @@ def test_answers_are_what_the_page_says_of_them(server: Server) -> None:
 
 
 def test_all_that_is_counted_has_its_line(server: Server) -> None:
+    server.run(*BLOCKS[RUN[0]])
     exposed = server.run("sh", "curl -sS http://127.0.0.1:8000/metrics")
     counted = re.findall(r"^paceline_requests_total\{.*\} ([\d.]+)$", exposed, flags=re.MULTILINE)
     lines = [json.loads(line) for line in server.log.read_text().splitlines()]

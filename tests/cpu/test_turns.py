@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,17 @@ def test_a_broken_promise_is_told(turns: Any) -> None:
         bad = copy.copy(good)
         bad[name] = value
         assert len(turns.faults(bad)) == 1
+
+
+def test_the_stored_run_is_whole_and_keeps_what_is_promised(turns: Any) -> None:
+    stored = json.loads((BENCHMARKS / "results" / "turns.json").read_text(encoding="utf-8"))
+    asked = [one.name for one in turns.conversations(BENCHMARKS / "prompts.jsonl", 50)]
+    assert [run["id"] for run in stored["runs"]] == asked
+    assert not stored["quick"]
+    assert turns.faults(stored["summary"]) == []
+    for side in ("warm", "cold"):
+        total = sum(run[side]["num_drafted"] for run in stored["runs"])
+        assert stored["summary"][side]["num_drafted"] == total > 1000
 
 
 def test_the_benchmark_asks_as_many_as_it_is_told(turns: Any) -> None:

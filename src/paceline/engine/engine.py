@@ -572,6 +572,11 @@ class Engine:
         assert row.sequence.grammar is not None
         row.masks = walk(row.sequence.grammar, draft.tokens)
         legal = len(row.masks) - 1
+        if legal < draft.num_tokens and draft.laws:
+            # What was drawn is judged, and refused for certain: left out by what it is, it would
+            # change the law of what comes in its place. No mask matters behind it.
+            row.masks.append(row.masks[-1])
+            legal += 1
         if legal == draft.num_tokens or self.drafting is None:
             return draft
         return self.drafting.shortened(row.sequence, draft, legal)

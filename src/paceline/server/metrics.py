@@ -182,7 +182,7 @@ class ServerMetrics:
         )
         self._prompt_tokens = Counter(
             "paceline_prompt_tokens",
-            "Tokens of the prompts of requests that are over.",
+            "Tokens of the prompts of requests that ran and are over.",
             registry=self.registry,
         )
         self._cached_tokens = Counter(
@@ -252,12 +252,15 @@ class ServerMetrics:
         )
 
     def finished(self, record: RequestRecord) -> None:
-        """Count a request that is over, also one that was refused; once each, from any thread."""
+        """Count a request that is over, also one that was refused; once each, from any thread.
+
+        One that gave no token has no times, and its prompt's tokens are not counted.
+        """
         self._requests.labels(record.endpoint, str(record.outcome)).inc()
-        self._prompt_tokens.inc(record.prompt_tokens)
-        self._cached_tokens.inc(record.cached_tokens)
         if record.ttft_seconds is None:
             return
+        self._prompt_tokens.inc(record.prompt_tokens)
+        self._cached_tokens.inc(record.cached_tokens)
         self._ttft.observe(record.ttft_seconds)
         self._seconds.observe(record.seconds)
         if record.seconds_per_token is not None:
