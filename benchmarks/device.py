@@ -327,7 +327,9 @@ def record(device: str, commit: str | None) -> dict[str, Any]:
         return done.stdout.strip()
 
     return {
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(
+            ["python", *(Path(arg).name if Path(arg).is_absolute() else arg for arg in sys.argv)]
+        ),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": commit or git("rev-parse", "HEAD"),
         "torch": torch.__version__,

@@ -458,6 +458,14 @@ class Settings(common.PacelineEngine):
         self._llms = dict(enumerate(llms))
 
 
+class OneByOne(DeepseekV4MtpHead):
+    """The head, were it asked for each sequence of a batch alone."""
+
+    def propose_batch_max(self) -> int:
+        """One."""
+        return 1
+
+
 def speed_settings(batch: int) -> dict[str, dict[str, Any]]:
     """Settings that may change the time of a token; the first is what the others are held to."""
     settings: dict[str, dict[str, Any]] = {"as it is": {}, "drafts off": {"num_drafts": 0}}
@@ -467,6 +475,7 @@ def speed_settings(batch: int) -> dict[str, dict[str, Any]]:
     }
     if batch > 1:
         settings |= {f"{share:.0%} kept": {"keep_drafts": share} for share in KEPT if share < 1}
+        settings["asked one by one"] = {"proposer": head_factory(OneByOne)}
     settings |= {name: {"drafter": name} for name in DRAFTERS[1:]}
     return settings
 

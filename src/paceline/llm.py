@@ -328,6 +328,7 @@ class LLM:
         self._inbox.clear()
         if self._grammars is not None:
             self._grammars.close()
+        self.engine.close()
         del self.engine
 
     def generate(

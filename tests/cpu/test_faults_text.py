@@ -110,6 +110,29 @@ def test_the_end_of_reasoning_at_each_row_of_an_accepted_block(llm: LLM, num_dra
     assert rows == set(range(num_drafts + 1))
 
 
+def test_the_last_marker_of_the_prompt_says_whether_it_ends_within_reasoning(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    marker_ids = [llm.tokenizer.marker_id(marker) for marker in ("<think>", "</think>")]
+    think, end = (one for one in marker_ids if one is not None)
+    said = llm.tokenizer.encode("So it is. ", add_bos=False)
+    for markers, reasons in (
+        ([], False),
+        ([think, *said, end], False),
+        ([think, *said, end, *said, think], True),
+        ([end, *said, think, *said], True),
+    ):
+        params = SamplingParams(
+            max_tokens=20, choice=["yes", "no"], max_reasoning_tokens=3, logit_bias={end: -100.0}
+        )
+        (result,) = llm.generate([[0, *said, *markers, *said]], params)
+        assert (end in result.token_ids) == reasons
+        if reasons:
+            assert result.token_ids.index(end) == 3
+        answered = result.token_ids[4:] if reasons else result.token_ids
+        assert llm.tokenizer.decode(answered) in ("yes", "no")
+        assert result.finish_reason is FinishReason.STOP
+
+
 TOOL = {
     "type": "function",
     "function": {

@@ -280,6 +280,14 @@ def test_settings_and_lengths_are_timed_in_turn(work: Any) -> None:
     assert names[:2] == ["as it is", "drafts off"]
     assert "80% kept" in names
     assert "80% kept" not in mechanisms.speed_settings(1)
+    assert "asked one by one" not in mechanisms.speed_settings(1)
+    with LLM(work.model, **work.options, **mechanisms.speed_settings(8)["asked one by one"]) as llm:
+        drafting = llm.engine.drafting
+        assert drafting is not None
+        assert drafting._group == 1
+        results = llm.generate([p.text for p in work.prompts], work.params)
+        assert sum(result.speculation.num_drafted for result in results) > 0
+        assert llm.engine.num_proposer_failures == 0
     options = {k: v for k, v in work.options.items() if k not in ("prefix_cache", "max_num_seqs")}
     ladder = [lengths.AUTO, 0, 2]
     engine = lengths.Lengths(work.model, ladder, max_num_seqs=1, **options)

@@ -16,6 +16,7 @@ from sampling_kit import (
     Table,
     joint_law,
     make_sampler,
+    naive_law,
     p_value,
     run_rejection,
 )
@@ -50,6 +51,26 @@ def test_rejection_follows_the_law_of_the_target(
         )
         counts[ids[0] * VOCAB + ids[1]] += 1
     assert p_value(counts, joint_law(target, PROMPT, 2, **knobs)) > ALARM
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize("knob", sorted(KNOBS))
+def test_drafts_are_drawn_from_the_law_that_judges_them(knob: str, temperature: float) -> None:
+    """At each place of a draft; and that law is the drafter's row under the request's knobs."""
+    knobs = {"temperature": temperature, **KNOBS[knob]}
+    sampler = make_sampler(PROMPT, **knobs)
+    drafter = Table(6)
+    for drafted in ([], [2, 3]):
+        row = drafter([*PROMPT, *drafted])
+        want = np.array(naive_law(row.tolist(), PROMPT, drafted, **knobs))
+        counts = np.zeros(VOCAB, np.int64)
+        for seed in range(3000):
+            sampler.seed = seed
+            token, law = sampler.draw(row, drafted=drafted)
+            assert law is not None
+            counts[token] += 1
+        np.testing.assert_allclose(law, want, atol=1e-9)
+        assert p_value(counts, want) > ALARM
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])

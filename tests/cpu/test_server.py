@@ -16,8 +16,17 @@ from server_kit import NAME, Live, running, until
 
 from paceline import LLM, SamplingParams
 from paceline.server.openapi import document
-from paceline.text import ChatTemplate
-from paceline.types import GenerationResult
+from paceline.server.protocol import Asked
+from paceline.server.replies import ChatAnswer
+from paceline.text import ChatParser, ChatTemplate
+from paceline.text.chat import DSML
+from paceline.types import (
+    FinishReason,
+    GenerationResult,
+    SpeculationStats,
+    StreamChunk,
+    Usage,
+)
 
 PROMPTS = [
     "def add(a, b):",
@@ -195,6 +204,50 @@ def test_several_answers(client: openai.OpenAI, sampled: list[str]) -> None:
         texts[chunk.choices[0].index] += chunk.choices[0].text
     assert texts == sampled
     assert chunks[-1].usage.speculation == answer.usage.speculation
+
+
+def test_cached_tokens_are_told_once_a_prompt(client: openai.OpenAI) -> None:
+    ids = [5 + n % 50 for n in range(300)]
+    complete(client, ids, max_tokens=1)
+    usage = complete(client, ids, max_tokens=2, n=3, temperature=1).usage
+    assert usage.prompt_tokens == 300
+    assert usage.prompt_tokens_details.cached_tokens == 256
+
+
+def test_only_the_first_of_an_answers_calls_is_told_where_asked_for() -> None:
+    def invoke(name: str) -> str:
+        return (
+            f'<{DSML}invoke name="{name}">\n<{DSML}parameter name="x" string="true">y'
+            f"</{DSML}parameter>\n</{DSML}invoke>\n"
+        )
+
+    text = f"\n\n<{DSML}tool_calls>\n{invoke('one')}{invoke('two')}</{DSML}tool_calls>"
+    result = GenerationResult(
+        text=text,
+        token_ids=[1],
+        finish_reason=FinishReason.STOP,
+        usage=Usage(prompt_tokens=1, completion_tokens=1),
+        speculation=SpeculationStats(),
+        drafted=[False],
+        prompt_token_ids=[1],
+    )
+    chunk = StreamChunk(
+        index=0, text=text, token_ids=[1], drafted=[False], pieces=[], result=result
+    )
+    for one_call, names in ((False, ["one", "two"]), (True, ["one"])):
+        asked = Asked(kind="chat", model=None, params=SamplingParams(), one_call=one_call)
+
+        def answer(asked: Asked = asked) -> ChatAnswer:
+            parser = ChatParser(thinking=False)
+            return ChatAnswer(index=0, asked=asked, prompt_ids=[1], tokenizer=None, parser=parser)
+
+        calls = answer().whole(chunk)["message"]["tool_calls"]
+        assert [call["function"]["name"] for call in calls] == names
+        assert {call["function"]["arguments"] for call in calls} == {'{"x": "y"}'}
+        streamed = answer().add(chunk)
+        begun = [c["delta"]["tool_calls"][0] for c in streamed if "tool_calls" in c["delta"]]
+        assert [call["function"]["name"] for call in begun if "id" in call] == names
+        assert streamed[-1]["finish_reason"] == "tool_calls"
 
 
 def test_negative_seeds_are_seeds(client: openai.OpenAI) -> None:

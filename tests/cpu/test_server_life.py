@@ -155,6 +155,8 @@ def test_a_reader_that_takes_nothing_is_given_up(llm: LLM) -> None:
     head = "POST /v1/completions HTTP/1.0\r\ncontent-type: application/json\r\n"
     with running(llm, write_seconds=0.4) as live, socket.socket() as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        # What is accepted inherits it, and kernels would take the whole answer otherwise.
+        live.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         end.connect(("127.0.0.1", live.port))
         end.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         until(lambda: outcomes(live) == ["cancelled"], 20)
@@ -223,6 +225,54 @@ def test_health_is_red_while_a_step_hangs(llm: LLM, monkeypatch: pytest.MonkeyPa
             assert httpx.post(f"{live.url}/tokenize", json={"prompt": "a"}).is_success
             go_on.set()
             until(lambda: httpx.get(f"{live.url}/health").status_code == 200)
+
+
+def test_health_is_green_through_long_work(llm: LLM, slowly: list[float]) -> None:
+    with running(llm, stall_seconds=0.3) as live, begin(live, stream=True):
+        until(lambda: len(slowly) > 1)
+        while slowly[-1] - slowly[0] < 0.8:
+            assert httpx.get(f"{live.url}/health").status_code == 200
+            assert live.llm.engine.has_work
+
+
+def test_what_comes_while_a_step_fails_is_served(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, fails, in_step = llm.engine.step, threading.Event(), threading.Event()
+
+    def step() -> Any:
+        if not fails.is_set():
+            in_step.set()
+            assert fails.wait(20)
+            raise RuntimeError("broken")
+        return whole()
+
+    monkeypatch.setattr(llm.engine, "step", step)
+    with running(llm) as live, begin(live) as first:
+        assert in_step.wait(20)
+        with begin(live, stream=True, max_tokens=3) as second:
+            until(lambda: live.engine.num_answers == 2)
+            fails.set()
+            assert '"finish_reason":"length"' in read_all(second)
+        assert read_all(first).startswith("HTTP/1.1 500 ")
+
+
+def test_what_comes_just_before_the_end_is_told_once(llm: LLM) -> None:
+    engine = EngineThread(llm)
+
+    async def ask() -> None:
+        mailbox = Mailbox(asyncio.get_running_loop())
+        params = SamplingParams(max_tokens=5)
+        job = Job(prompts=[[0, 5]], params=params, grammar=None, mailbox=mailbox)
+        engine.submit(job)
+        engine.stop()
+        assert isinstance(await mailbox.accepted, ApiError)
+        assert engine.num_answers == 0
+        engine.start()
+        with pytest.raises(ApiError, match="shutting down"):
+            await mailbox.take()
+
+    asyncio.run(ask())
+    until(lambda: engine.trouble is not None)
+    llm.engine.check_idle()
 
 
 def test_a_failed_step_costs_what_runs_and_no_more(

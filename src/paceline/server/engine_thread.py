@@ -311,7 +311,7 @@ class EngineThread:
         try:
             while not self._stopping:
                 self._obey(wait=not engine.has_work)
-                if False:
+                if monotonic() >= self._deadline:
                     self._cancel_all(shutting_down())
                 if engine.has_work:
                     self._step(engine)
@@ -337,23 +337,22 @@ class EngineThread:
             wait = False
 
     def _step(self, engine: Engine) -> None:
-        self._busy_since = monotonic()
         try:
             emissions = engine.step()
             self._failed_steps = 0
         except Exception as error:
             self._step_failed(error)
             return
-        self._busy_since = monotonic()
         self._deliver(emissions)
 
     def _step_failed(self, error: Exception) -> None:
-        """A step that fails costs all that run; several in a row the engine."""
+        """A step that fails costs all the engine has; several in a row the engine."""
         _log.exception("a step failed; %d answers end with it", len(self._answers))
         self._failed_steps += 1
-        self._cancel_all(
-            ApiError(500, f"the step failed: {type(error).__name__}", code="step_failed")
-        )
+        told = ApiError(500, f"the step failed: {type(error).__name__}", code="step_failed")
+        for job in {job for job, _, _ in self._answers.values()}:
+            self._abort(job)
+            job.mailbox.fail(told)
         if self._failed_steps >= MAX_FAILED_STEPS:
             raise RuntimeError(f"{self._failed_steps} steps in a row failed") from error
 
@@ -374,6 +373,7 @@ class EngineThread:
 
     def _begin(self, job: Job) -> None:
         if job not in self._jobs:
+            # It came just before the end and was told so.
             return
         now = monotonic()
         error: Exception
