@@ -274,7 +274,7 @@ class PacelineEngine:
             for drafts in draft_lengths
         }
         self.about: dict[str, Any] = {
-            "llm": repr(next(iter(self._llms.values()))),
+            "llm": repr(next(iter(self._llms.values()))).replace(f"{ROOT}/", ""),
             "torch_threads": torch.get_num_threads(),
         }
 

@@ -318,7 +318,7 @@ class EngineThread:
                 if not engine.has_work or monotonic() - self._watched_at >= WATCH_SECONDS:
                     self._watch()
                 if not engine.has_work:
-                    self._busy_since = None
+                    pass
             self._cancel_all(shutting_down())
         except BaseException as error:
             _log.exception("the engine's thread died")
@@ -337,6 +337,7 @@ class EngineThread:
             wait = False
 
     def _step(self, engine: Engine) -> None:
+        self._busy_since = monotonic()
         try:
             emissions = engine.step()
             self._failed_steps = 0
