@@ -3,7 +3,7 @@
 Clients ask for whole answers and streams, leave in the middle, read slowly and send what is no
 request. Every whole answer is compared with what the same prompt gives alone.
 
-    python benchmarks/soak.py --seconds 600 --streams 64
+    python benchmarks/soak.py --json benchmarks/results/soak.json
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import common
 import httpx
 
-from paceline import LLM, SamplingParams
+from paceline import LLM, SamplingParams, bundled_model_path
 from paceline.server.app import Settings, create_app
 from paceline.server.engine_thread import EngineThread
 from paceline.server.http import http_server
@@ -42,10 +43,10 @@ def asked(place: int) -> dict[str, Any]:
     }
 
 
-def alone(llm: LLM) -> list[str]:
-    """Each prompt's answer with nothing beside it."""
+def alone(llm: LLM, count: int) -> list[str]:
+    """The first prompts' answers, each with nothing beside it."""
     texts = []
-    for place in range(len(PROMPTS)):
+    for place in range(count):
         given = asked(place)
         prompt = given.pop("prompt")
         texts.append(llm.generate(prompt, SamplingParams(**given))[0].text)
@@ -64,7 +65,7 @@ async def client(
     """Ask one thing after another until the end."""
     chance = random.Random(seed)
     while time.monotonic() < end:
-        place = chance.randrange(len(PROMPTS))
+        place = chance.randrange(len(expected))
         body = asked(place)
         kind = chance.choice(("stream", "stream", "stream", "whole", "leave", "slow", "broken"))
         if kind == "broken":
@@ -126,16 +127,27 @@ async def clients(
     return counts, memory
 
 
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--json", type=Path, help="write the result here")
+    add("--seconds", type=float, default=600)
+    add("--streams", type=int, default=64)
+    add("--prompts", type=int, default=len(PROMPTS), metavar="N")
+    add("--num-threads", type=int)
+    add("--quick", action="store_true", help="a few seconds: shows that it runs")
+    args = parser.parse_args()
+    if args.quick:
+        args.seconds, args.streams, args.prompts = 3.0, 16, 12
+    return args
+
+
 def main() -> None:
     """Run it and print a JSON document; exit 1 where a token was lost, mixed or left behind."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=600)
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--num-threads", type=int)
-    parser.add_argument("--output", type=Path)
-    args = parser.parse_args()
+    args = parse()
+    about = common.provenance(model=bundled_model_path(), prompts=common.PROMPTS)
     with LLM(max_seq_len=512, num_threads=args.num_threads, num_drafts=3) as llm:
-        expected = alone(llm)
+        expected = alone(llm, args.prompts)
         engine = EngineThread(llm, max_waiting=args.streams)
         app = create_app(engine, Settings(name="model"))
         ports: list[int] = []
@@ -163,6 +175,8 @@ def main() -> None:
     wrong = {name: counts[name] for name in ("LOST", "MIXED", "WRONG STATUS") if counts[name]}
     quarter = max(1, len(memory) // 4)
     document = {
+        "about": about,
+        "quick": args.quick,
         "seconds": args.seconds,
         "streams": args.streams,
         "requests": dict(sorted(counts.items())),
@@ -173,10 +187,9 @@ def main() -> None:
         },
         "wrong": wrong,
     }
-    text = json.dumps(document, indent=2)
-    print(text)
-    if args.output is not None:
-        args.output.write_text(text + "\n")
+    print(json.dumps(document, indent=2))
+    if args.json is not None:
+        common.write_json(args.json, document)
     raise SystemExit(1 if wrong else 0)
 
 

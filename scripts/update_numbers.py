@@ -699,6 +699,23 @@ def device_environment(result: Result) -> str:
     return f"{line}. Recorded {result['recorded']}." if "recorded" in result else line
 
 
+def device_graph_sentence(result: Result) -> str:
+    """Where drafts stand on a GPU at batch 1."""
+    parts = []
+    for run in result["speed"]:
+        rows = [
+            row
+            for row in run["rows"]
+            if row["batch"] == 1 and row["mode"] == "captured" and row["num_drafts"]
+        ]
+        best = max(rows, key=lambda row: float(row["over_off"]))
+        parts.append(f"{best['over_off']:.2f} times in {run['dtype']}")
+    return (
+        f"captured on an {result['device']}, batch 1, the best number of drafts decodes "
+        f"{' and '.join(parts)} as fast as without"
+    )
+
+
 def device_graph_speed(result: Result) -> str:
     """Captured steps against steps as they are, drafts off and on."""
     rows = []
@@ -920,6 +937,7 @@ RENDER: dict[str, tuple[str, Callable[[Result], str]]] = {
     "device-graphs-steps": ("device-graphs", device_graph_steps),
     "device-graphs-captures": ("device-graphs", device_graph_captures),
     "device-graphs-environment": ("device-graphs", device_environment),
+    "device-graphs-sentence": ("device-graphs", device_graph_sentence),
     "gpu-tests": ("gpu-tests", gpu_tests),
     "decode-sentence": ("decode", decode_sentence),
     "decode-summary": ("decode", decode_summary),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import select
@@ -97,3 +98,18 @@ def test_bad_options_are_said_in_a_line(options: list[str], says: str) -> None:
     ran = CliRunner().invoke(app, ["serve", *options])
     assert ran.exit_code == 2
     assert says in ran.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["soak.py", "serving.py"])
+def test_what_measures_the_server_runs(script: str, tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    path = Path(__file__).parents[2] / "benchmarks" / script
+    command = [sys.executable, str(path), "--quick", "--num-threads", "1", "--json", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(out.read_text())
+    assert result["quick"] is True
+    if script == "soak.py":
+        assert result["wrong"] == {}
+        assert result["requests"]["stream"] > 0

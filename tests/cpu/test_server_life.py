@@ -225,6 +225,9 @@ def test_health_is_red_while_a_step_hangs(llm: LLM, monkeypatch: pytest.MonkeyPa
             assert httpx.post(f"{live.url}/tokenize", json={"prompt": "a"}).is_success
             go_on.set()
             until(lambda: httpx.get(f"{live.url}/health").status_code == 200)
+        live.wait_idle()
+        time.sleep(0.2)
+        assert httpx.get(f"{live.url}/health").status_code == 200, "idle again is no stall"
 
 
 def test_health_is_green_through_long_work(llm: LLM, slowly: list[float]) -> None:

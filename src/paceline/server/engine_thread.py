@@ -32,6 +32,12 @@ MAX_FAILED_STEPS = 3
 WATCH_SECONDS = 0.05
 """Least time from one call of what watches the steps to the next, while there is work."""
 
+WAKE_SECONDS = 0.004
+"""Least time from one waking of the readers to the next: each takes the interpreter from the steps.
+
+Steps that take longer wake them each time, and so do an answer's first token and its end.
+"""
+
 JOIN_SECONDS = 5.0
 """How long a step may go on after the end before its thread is given up."""
 
@@ -217,6 +223,8 @@ class EngineThread:
         self._busy_since: float | None = None
         self._num_emitted = 0
         self._watched_at = -math.inf
+        self._waking: dict[asyncio.AbstractEventLoop, list[Mailbox]] = {}
+        self._woken_at = -math.inf
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
 
     def start(self) -> None:
@@ -318,7 +326,7 @@ class EngineThread:
                 if not engine.has_work or monotonic() - self._watched_at >= WATCH_SECONDS:
                     self._watch()
                 if not engine.has_work:
-                    pass
+                    self._busy_since = None
             self._cancel_all(shutting_down())
         except BaseException as error:
             _log.exception("the engine's thread died")
@@ -358,7 +366,8 @@ class EngineThread:
             raise RuntimeError(f"{self._failed_steps} steps in a row failed") from error
 
     def _deliver(self, emissions: Iterable[Emission]) -> None:
-        waking: dict[asyncio.AbstractEventLoop, list[Mailbox]] = {}
+        now = monotonic()
+        is_due = now - self._woken_at >= WAKE_SECONDS
         for emission in emissions:
             self._num_emitted += len(emission.token_ids)
             job, answer, begun_at = self._answers[emission.request_id]
@@ -368,9 +377,14 @@ class EngineThread:
                 self._seconds_per_answer += 0.1 * (seconds - self._seconds_per_answer)
                 self._over(emission.request_id)
             if job.mailbox.put(chunk):
-                waking.setdefault(job.mailbox.loop, []).append(job.mailbox)
-        for loop, mailboxes in waking.items():
-            _call(loop, partial(_wake, mailboxes))
+                self._waking.setdefault(job.mailbox.loop, []).append(job.mailbox)
+            is_first = emission.stats.num_steps == 1
+            is_due = is_due or is_first or chunk.result is not None
+        if is_due and self._waking:
+            self._woken_at = now
+            for loop, mailboxes in self._waking.items():
+                _call(loop, partial(_wake, mailboxes))
+            self._waking = {}
 
     def _begin(self, job: Job) -> None:
         if job not in self._jobs:
