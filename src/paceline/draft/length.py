@@ -770,6 +770,8 @@ class LengthController:
             trial = [count // 2 if half else 0 for count in self._plan]
             burst = _BURST // 2
         if trial == self._plan or burst * self._excess(sequences, trial) > self._credit:
+            # Asking again at every step would cost more than many a probe.
+            self._next_trial = self._step + _SHORTEST_WAIT
             return False
         self._num_trials += 1
         self._trial, self._trial_left, self._trial_views = trial, burst, sequences
