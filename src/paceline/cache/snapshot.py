@@ -68,9 +68,9 @@ class RingSnapshot:
             size, count = ring.shape[1], rows.shape[1]
             start = (self.length - count) % size
             fits = min(count, size - start)
-            ring[:, start : start + fits].copy_(rows[:, :fits])
+            _copy(ring[:, start : start + fits], rows[:, :fits])
             if fits < count:
-                ring[:, : count - fits].copy_(rows[:, fits:])
+                _copy(ring[:, : count - fits], rows[:, fits:])
 
     @property
     def num_bytes(self) -> int:
@@ -94,7 +94,21 @@ def _last_rows(ring: torch.Tensor, length: int, count: int) -> torch.Tensor:
     """A copy of the rows of positions length - count .. length - 1 of [layers, size, d]."""
     size = ring.shape[1]
     start = (length - count) % size
-    rows = ring[:, start : start + count]
-    if rows.shape[1] == count:
-        return rows.clone()
-    return torch.cat((rows, ring[:, : count - rows.shape[1]]), 1)
+    fits = min(count, size - start)
+    rows = torch.empty((ring.shape[0], count, ring.shape[2]), dtype=ring.dtype, device=ring.device)
+    _copy(rows[:, :fits], ring[:, start : start + fits])
+    if fits < count:
+        _copy(rows[:, fits:], ring[:, : count - fits])
+    return rows
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy [layers, n, d], on a CPU layer by layer.
+
+    A larger copy would wake torch's own threads, which then spin beside those of the next steps.
+    """
+    if target.device.type != "cpu":
+        target.copy_(source)
+        return
+    for into, rows in zip(target, source, strict=True):
+        into.copy_(rows)
