@@ -183,7 +183,7 @@ class Terminal:
         self.shown = ""
         self._unread = ""
 
-    def wait_for(self, pattern: str, *, seconds: float = 60) -> str:
+    def wait_for(self, pattern: str, *, seconds: float = 180) -> str:
         """Read on up to a pattern; what was shown since the last, its match included."""
         deadline = time.monotonic() + seconds
         while (found := re.search(pattern, self._unread)) is None:

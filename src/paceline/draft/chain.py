@@ -99,12 +99,7 @@ def log_prob_of_best(logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
         best: [R] their maxima.
     """
     rows = logits.shape[0]
-    below = logits - best[:, None]
-    if below.device.type == "cpu":
-        # Torch would wake threads for it, which then spin beside those of the next steps.
-        np.exp(below.numpy(), out=below.numpy())
-    else:
-        below.exp_()
+    below = (logits - best[:, None]).exp()
     if rows == 1 and below.device.type == "cpu":
         # One sum is shared out among threads, several are not.
         below = torch.cat((below, below))

@@ -1127,9 +1127,7 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         if self._measure:
             # The bits every other way of drafting gives.
             logits = self._chaining.chain_logits(len(drawn))
-            # Torch would wake threads for it, which then spin beside those of the next steps.
-            best = torch.from_numpy(logits.numpy().max(-1))
-            measured = log_prob_of_best(logits, best).tolist()
+            measured = log_prob_of_best(logits, logits.max(-1)[0]).tolist()
         for n, ((token, _), log_prob) in enumerate(zip(drawn, measured, strict=True)):
             if n:
                 state.last_key += 1
