@@ -36,9 +36,11 @@ from paceline.types import (
     FinishReason,
     GenerationError,
     GenerationResult,
+    Origin,
     RequestError,
     SamplingParams,
     StreamChunk,
+    StreamPiece,
     TokenLogprob,
     Usage,
 )
@@ -626,7 +628,7 @@ class Answer:
         self._scanned: deque[list[str]] = deque()
         self._texts: list[str] = []
         self._token_ids: list[int] = []
-        self._drafted: list[bool] = []
+        self._origins: list[Origin] = []
         self._logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         self._prompt_logprobs: list[TokenLogprob | None] | None = None
 
@@ -642,30 +644,32 @@ class Answer:
     def take(self, emission: Emission) -> StreamChunk:
         """What a step's emission adds; the last carries the result."""
         self._token_ids += emission.token_ids
-        self._drafted += emission.drafted
+        self._origins += emission.origins
         if self._logprobs is not None:
             self._logprobs += emission.logprobs or ()
         if emission.prompt_logprobs is not None:
             self._prompt_logprobs = emission.prompt_logprobs
-        pieces: list[tuple[str, bool]] = []
+        pieces: list[StreamPiece] = []
         if self._detokenizer is not None:
             if not self.reads_stops:
                 texts = self._detokenizer.push_all(emission.token_ids)
             else:
                 texts = self._scanned.popleft() if emission.token_ids else []
-            for text, drafted in zip(texts, emission.drafted, strict=True):
-                _add_piece(pieces, text, drafted)
+            for piece, origin in zip(texts, emission.origins, strict=True):
+                if piece:
+                    pieces.append(StreamPiece(piece, origin))
             if emission.finish_reason is not None and self._stops.stop is None:
-                last = self._drafted[-1] if self._drafted else False
                 tail = self._stops.push(self._detokenizer.flush(), can_stop=False)
-                _add_piece(pieces, tail + self._stops.flush(), last)
-        text = "".join(piece for piece, _ in pieces)
+                tail += self._stops.flush()
+                if tail:
+                    pieces.append(StreamPiece(tail, self._origins[-1]))
+        text = "".join([piece.text for piece in pieces])
         self._texts.append(text)
         return StreamChunk(
             index=self._index,
             text=text,
             token_ids=emission.token_ids,
-            drafted=emission.drafted,
+            origins=emission.origins,
             pieces=pieces,
             result=None if emission.finish_reason is None else self._result(emission),
             sample_index=self._sample,
@@ -692,7 +696,7 @@ class Answer:
                 cached_tokens=emission.cached_tokens,
             ),
             speculation=emission.stats,
-            drafted=self._drafted,
+            origins=self._origins,
             prompt_token_ids=self._prompt,
             error=emission.error,
             sample_index=self._sample,
@@ -741,14 +745,6 @@ class _HeldInterrupt:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.came = True
-
-
-def _add_piece(pieces: list[tuple[str, bool]], text: str, drafted: bool) -> None:
-    if not text:
-        return
-    if pieces and pieces[-1][1] == drafted:
-        text = pieces.pop()[0] + text
-    pieces.append((text, drafted))
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

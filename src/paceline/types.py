@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal, NewType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NewType
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,6 +35,7 @@ __all__ = [
     "FinishReason",
     "GenerationError",
     "GenerationResult",
+    "Origin",
     "PacelineError",
     "PairKey",
     "Position",
@@ -44,6 +45,7 @@ __all__ = [
     "SamplingParams",
     "SpeculationStats",
     "StreamChunk",
+    "StreamPiece",
     "TokenLogprob",
     "UnsupportedError",
     "Usage",
@@ -500,6 +502,40 @@ class SpeculationStats:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """How a token came to be emitted.
+
+    Attributes:
+        kind: "accepted", a draft that the target accepted; "corrected", the target's own token in
+            place of a draft it refused; "bonus", its own token behind drafts that were all
+            accepted; "target", its own token in a step that verified no drafts, as behind the
+            prompt; "forced", the only token the grammar allowed there, drafted or not.
+        position: its place among the drafts of its step, from 1; None for a token that was not
+            drafted.
+    """
+
+    kind: Literal["accepted", "corrected", "bonus", "target", "forced"]
+    position: int | None = None
+
+    @property
+    def is_draft(self) -> bool:
+        """Whether it was drafted and accepted."""
+        return self.position is not None
+
+
+class StreamPiece(NamedTuple):
+    """The text that became certain with one token.
+
+    Attributes:
+        text: never empty, never half a character.
+        origin: of the token that made it certain.
+    """
+
+    text: str
+    origin: Origin
+
+
 @dataclass(kw_only=True)
 class GenerationResult:
     """One finished answer.
@@ -511,7 +547,7 @@ class GenerationResult:
         finish_reason: why it ended.
         usage: token counts; `completion_tokens == len(token_ids)`.
         speculation: what drafting did.
-        drafted: per emitted token, whether it was an accepted draft.
+        origins: per emitted token, how it came to be.
         prompt_token_ids: the prompt as ids.
         error: what went wrong where `finish_reason` is "error".
         sample_index: which of the prompt's `n` answers it is, from 0.
@@ -526,13 +562,18 @@ class GenerationResult:
     finish_reason: FinishReason
     usage: Usage
     speculation: SpeculationStats
-    drafted: list[bool]
+    origins: list[Origin]
     prompt_token_ids: list[int]
     error: str | None = None
     sample_index: int = 0
     stop_reason: str | int | None = None
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+
+    @property
+    def drafted(self) -> list[bool]:
+        """Per emitted token, whether it was an accepted draft."""
+        return [origin.is_draft for origin in self.origins]
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON document of `paceline generate --json`; field names are those of this class."""
@@ -548,6 +589,7 @@ class GenerationResult:
             },
             "speculation": self.speculation.to_dict(),
             "drafted": self.drafted,
+            "origins": [[origin.kind, origin.position] for origin in self.origins],
             "error": self.error,
             "sample_index": self.sample_index,
             "stop_reason": self.stop_reason,
@@ -570,8 +612,8 @@ class StreamChunk:
         index: which prompt of the call.
         text: text that became certain with this step (never half a character).
         token_ids: ids emitted by this step.
-        drafted: per id, whether it was an accepted draft.
-        pieces: (text, drafted) pieces that join to `text`, for display.
+        origins: per id, how it came to be.
+        pieces: one per token that made text certain; they join to `text`.
         result: the finished request, in its last chunk only.
         sample_index: which of the prompt's `n` answers.
         logprobs: one entry per id, or None where they were not asked for.
@@ -580,11 +622,16 @@ class StreamChunk:
     index: int
     text: str
     token_ids: list[int]
-    drafted: list[bool]
-    pieces: list[tuple[str, bool]]
+    origins: list[Origin]
+    pieces: list[StreamPiece]
     result: GenerationResult | None = None
     sample_index: int = 0
     logprobs: list[TokenLogprob] | None = None
+
+    @property
+    def drafted(self) -> list[bool]:
+        """Per id, whether it was an accepted draft."""
+        return [origin.is_draft for origin in self.origins]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -221,10 +221,6 @@ def on_a_terminal(*args: str | Path) -> Iterator[Terminal]:
         terminal.close()
 
 
-@pytest.mark.skipif(
-    "PYTEST_XDIST_WORKER" in os.environ,
-    reason="beside busy workers its program has hung before it showed anything; runs alone",
-)
 def test_ctrl_c_stops_the_answer_and_not_the_program(tiny_path: Path) -> None:
     # The tiny model never ends by itself, so that only Ctrl-C can.
     with on_a_terminal(
@@ -512,11 +508,15 @@ def test_a_server_without_models_is_an_error(server: FakeServer) -> None:
     assert chat("m", "--url", server.url, stdin="hi\n").exit_code == 0
 
 
+def piece(text: str, origin: str, position: int | None = None) -> dict[str, Any]:
+    return {"text": text, "origin": origin, "position": position}
+
+
 def test_drafts_are_tinted_where_the_server_tells_them(server: FakeServer) -> None:
     server.models = [{"id": "m", "owned_by": "paceline"}]
     server.events = [
-        said("one two", pieces=[["one ", False], ["two", True]]),
-        said(" three", pieces=[["</think> three", True]]),
+        said("one two", pieces=[piece("one ", "target"), piece("two", "accepted", 1)]),
+        said(" three", pieces=[piece("</think> three", "accepted", 2)]),
         *ANSWER[3:],
     ]
     with on_a_terminal("-m", "paceline", "chat", "--url", server.url) as terminal:

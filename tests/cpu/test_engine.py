@@ -108,7 +108,9 @@ def test_the_oracle_fills_every_step() -> None:
         assert stats.num_steps == 13
         assert stats.mean_acceptance_length == 1 + num_drafts
         assert stats.acceptance_by_position == [1.0] * num_drafts
-        assert emissions[1].drafted == [True] * num_drafts + [False]
+        made = [(origin.kind, origin.position) for origin in emissions[1].origins]
+        expected = [("accepted", place) for place in range(1, num_drafts + 1)]
+        assert made == [*expected, ("bonus" if num_drafts else "target", None)]
 
 
 def test_the_anti_drafter_costs_steps_only() -> None:

@@ -21,7 +21,7 @@ from paceline import (
     StreamChunk,
     Usage,
 )
-from paceline.types import PacelineError, RequestError
+from paceline.types import Origin, PacelineError, RequestError
 
 
 def test_all_is_sorted_and_true() -> None:
@@ -73,15 +73,17 @@ def test_results_have_the_promised_fields() -> None:
         finish_reason=FinishReason.STOP,
         usage=Usage(prompt_tokens=3, completion_tokens=2),
         speculation=SpeculationStats(),
-        drafted=[False, True],
+        origins=[Origin("target"), Origin("accepted", 1)],
         prompt_token_ids=[1, 2, 3],
     )
     document = json.loads(json.dumps(result.to_dict()))
     assert {"text", "token_ids", "finish_reason", "usage", "speculation"} <= set(document)
     assert document["finish_reason"] == "stop"
     assert document["usage"]["total_tokens"] == 5
+    assert document["drafted"] == [False, True]
+    assert document["origins"] == [["target", None], ["accepted", 1]]
     fields = {f.name for f in dataclasses.fields(GenerationResult)}
-    assert set(document) <= fields
+    assert set(document) <= fields | {"drafted"}
     assert dataclasses.is_dataclass(StreamChunk)
 
 

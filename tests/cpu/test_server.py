@@ -23,6 +23,7 @@ from paceline.text.chat import DSML
 from paceline.types import (
     FinishReason,
     GenerationResult,
+    Origin,
     SpeculationStats,
     StreamChunk,
     Usage,
@@ -228,11 +229,11 @@ def test_only_the_first_of_an_answers_calls_is_told_where_asked_for() -> None:
         finish_reason=FinishReason.STOP,
         usage=Usage(prompt_tokens=1, completion_tokens=1),
         speculation=SpeculationStats(),
-        drafted=[False],
+        origins=[Origin("target")],
         prompt_token_ids=[1],
     )
     chunk = StreamChunk(
-        index=0, text=text, token_ids=[1], drafted=[False], pieces=[], result=result
+        index=0, text=text, token_ids=[1], origins=result.origins, pieces=[], result=result
     )
     for one_call, names in ((False, ["one", "two"]), (True, ["one"])):
         asked = Asked(kind="chat", model=None, params=SamplingParams(), one_call=one_call)
@@ -426,13 +427,19 @@ def test_pieces_and_ids_are_told_where_asked_for(
     client: openai.OpenAI, llm: LLM, alone: list[str]
 ) -> None:
     body = {"return_pieces": True, "return_token_ids": True}
-    choice = complete(client, extra_body=body).choices[0]
-    assert "".join(text for text, _ in choice.pieces) == alone[0]
-    assert {drafted for _, drafted in choice.pieces} == {False, True}
+    answer = complete(client, extra_body=body)
+    choice = answer.choices[0]
+    assert "".join(piece["text"] for piece in choice.pieces) == alone[0]
+    assert len(choice.pieces) == TOKENS
+    told = sum(piece["position"] is not None for piece in choice.pieces)
+    # The last block may be cut, behind the count.
+    assert 0 <= answer.usage.speculation["accepted"] - told <= 3
+    assert {"accepted", "corrected", "target"} <= {piece["origin"] for piece in choice.pieces}
     assert len(choice.token_ids) == TOKENS
     assert choice.prompt_token_ids == llm.encode(PROMPTS[0])
     chunks = list(complete(client, stream=True, extra_body=body))
     assert [i for chunk in chunks for i in chunk.choices[0].token_ids] == choice.token_ids
+    assert [one for chunk in chunks for one in chunk.choices[0].pieces] == choice.pieces
 
 
 def test_sixteen_streams_at_once_are_each_what_they_are_alone(

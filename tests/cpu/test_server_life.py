@@ -18,7 +18,7 @@ from server_kit import NAME, Live, running, until
 from paceline import LLM, SamplingParams
 from paceline.server.engine_thread import EngineThread, Job, Mailbox
 from paceline.server.errors import ApiError
-from paceline.types import StreamChunk
+from paceline.types import Origin, StreamChunk, StreamPiece
 
 LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
 
@@ -354,13 +354,14 @@ def test_who_watches_and_fails_costs_nothing(llm: LLM) -> None:
 
 
 def _chunk(number: int, *, sample: int = 0) -> StreamChunk:
+    origin = Origin("accepted", 1 + number % 2)
     return StreamChunk(
         index=0,
         sample_index=sample,
         text=f"{number} ",
         token_ids=[number],
-        drafted=[number % 2 == 0],
-        pieces=[(f"{number} ", number % 2 == 0)],
+        origins=[origin],
+        pieces=[StreamPiece(f"{number} ", origin)],
         logprobs=[],
     )
 

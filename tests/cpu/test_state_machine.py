@@ -259,7 +259,7 @@ class Life(RuleBasedStateMachine):
             self.said[number] += emission.token_ids
             assert self.said[number] == tokens[: len(self.said[number])]
             assert (
-                emission.drafted.count(True)
+                sum(origin.is_draft for origin in emission.origins)
                 == len(emission.token_ids)
                 - (0 if emission.finish_reason is FinishReason.ERROR else 1)
                 or len(self.said[number]) == count

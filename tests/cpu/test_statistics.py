@@ -53,7 +53,7 @@ def test_counts_equal_the_closed_form_after_every_step(num_drafts: int) -> None:
         assert emission.stats == replace(expected, num_steps=steps + 1)
         assert engine.speculation == emission.stats
         assert len(emission.token_ids) == (steps - 1) % (num_drafts + 1) + 1
-        assert sum(emission.drafted) == (steps - 1) % (num_drafts + 1)
+        assert sum(one.is_draft for one in emission.origins) == (steps - 1) % (num_drafts + 1)
 
 
 def test_counts_of_requests_add_up_to_the_engines() -> None:

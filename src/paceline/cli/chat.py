@@ -211,8 +211,8 @@ class _LoadedModel:
         with closing(self._llm.stream([prompt.ids(self._tokenizer)], params)) as chunks:
             for chunk in chunks:
                 answer.num_tokens += len(chunk.token_ids)
-                for text, drafted in chunk.pieces:
-                    yield from _parts(parser.feed(text), drafted)
+                for text, origin in chunk.pieces:
+                    yield from _parts(parser.feed(text), origin.is_draft)
                 if chunk.result is not None:
                     result = chunk.result
                     yield from _parts(parser.flush(), False)
@@ -315,10 +315,10 @@ class _ServedModel:
             content = delta.get("content")
             if content:
                 pieces = choice.get("pieces") or ()
-                if "".join(text for text, _ in pieces) != content:
-                    pieces = ((content, False),)
-                for text, drafted in pieces:
-                    yield _Said(text, drafted)
+                if "".join(piece["text"] for piece in pieces) != content:
+                    pieces = ({"text": content, "position": None},)
+                for piece in pieces:
+                    yield _Said(piece["text"], piece["position"] is not None)
             if choice.get("finish_reason"):
                 answer.finish_reason = choice["finish_reason"]
         usage = event.get("usage")

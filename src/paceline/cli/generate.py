@@ -263,8 +263,8 @@ class Screen:
 
     def write(self, chunk: StreamChunk) -> None:
         """Show what a step added."""
-        for text, drafted in chunk.pieces:
-            self.show(text, drafted=drafted)
+        for text, origin in chunk.pieces:
+            self.show(text, drafted=origin.is_draft)
         sys.stdout.flush()
 
     def show(self, text: str, *, drafted: bool = False, dim: bool = False) -> None:

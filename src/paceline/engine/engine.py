@@ -23,6 +23,7 @@ from paceline.draft.proposer import DraftProposer
 from paceline.engine.alarms import Alarm, Repeats, drafting_alarms, prefix_alarms
 from paceline.engine.drafting import MAX_FAILURES, Drafting, Fed
 from paceline.engine.graphs import Capture, GraphedDraftRunner
+from paceline.engine.origins import origins
 from paceline.engine.prefix import PrefixCache, Snapshot
 from paceline.engine.ranks import LeadingProposer, lead
 from paceline.engine.runner import RowInputs, Runner
@@ -37,6 +38,7 @@ from paceline.types import (
     ConfigError,
     Draft,
     FinishReason,
+    Origin,
     RequestError,
     SamplingParams,
     SpeculationStats,
@@ -69,7 +71,7 @@ class Emission:
     Attributes:
         request_id: whose.
         token_ids: ids emitted, in order; what was certain before the failure where one failed.
-        drafted: per id, whether it was an accepted draft.
+        origins: per id, how it came to be.
         stats: the request's counts so far; the engine's own object, still growing until the end.
         finish_reason: why the request ended with this step, or None while it goes on.
         error: what went wrong where the reason is "error".
@@ -81,7 +83,7 @@ class Emission:
 
     request_id: int
     token_ids: list[int]
-    drafted: list[bool]
+    origins: list[Origin]
     stats: SpeculationStats
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -814,7 +816,9 @@ class Engine:
         return Emission(
             request_id=sequence.id,
             token_ids=taken,
-            drafted=[index < len(accepted) for index in range(len(taken))],
+            origins=origins(
+                len(taken), num_drafted=num_drafted, num_accepted=len(accepted), masks=masks
+            ),
             stats=stats,
             finish_reason=reason,
             error=verdict.error if reason is FinishReason.ERROR else None,

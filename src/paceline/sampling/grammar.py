@@ -30,6 +30,7 @@ __all__ = [
     "Matcher",
     "TokenSource",
     "Words",
+    "only_id",
     "walk",
     "words_of",
 ]
@@ -259,7 +260,7 @@ class GrammarCursor(ABC):
         run: list[int] = []
         try:
             while len(run) < limit and not self.is_finished:
-                token = _only(self.mask())
+                token = only_id(self.mask())
                 if token is None or not self.advance(token):
                     break
                 run.append(token)
@@ -272,7 +273,7 @@ def _has(words: Words, token: int) -> bool:
     return bool(int(words[token // 32]) >> token % 32 & 1)
 
 
-def _only(words: Words) -> int | None:
+def only_id(words: Words) -> int | None:
     """The id of a mask that has just one."""
     places = np.flatnonzero(words)
     if len(places) != 1:
@@ -392,7 +393,7 @@ class _MatcherCursor(GrammarCursor):
         if known is None:
             ends = self._grammar.ends
             words = ends if self._ended is not None else self._computed()
-            only = _only(words)
+            only = only_id(words)
             known = _Place(words, bool(words.any()) and not (words & ~ends).any(), only)
             self._places[at] = known
         return known

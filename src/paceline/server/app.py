@@ -43,6 +43,7 @@ from paceline.types import (
     PacelineError,
     SpeculationStats,
     StreamChunk,
+    StreamPiece,
 )
 
 __all__ = ["Settings", "create_app"]
@@ -612,7 +613,7 @@ class _Door:
     async def _whole(self, call: _Call, served: _Served, job: Job, answers: _Answers) -> None:
         if (refusal := await job.mailbox.accepted) is not None:
             raise refusal
-        gathered: dict[tuple[int, int], list[tuple[str, bool]]] = {key: [] for key in answers}
+        gathered: dict[tuple[int, int], list[StreamPiece]] = {key: [] for key in answers}
         last: dict[tuple[int, int], StreamChunk] = {}
         while len(last) < len(answers):
             for chunk in await job.mailbox.take():

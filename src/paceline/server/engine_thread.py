@@ -20,7 +20,14 @@ from paceline.engine import Emission, Engine
 from paceline.llm import LLM, Answer
 from paceline.sampling.grammar import Grammar
 from paceline.server.errors import ApiError, overloaded, shutting_down, unavailable
-from paceline.types import PacelineError, SamplingParams, StreamChunk, TokenLogprob
+from paceline.types import (
+    Origin,
+    PacelineError,
+    SamplingParams,
+    StreamChunk,
+    StreamPiece,
+    TokenLogprob,
+)
 
 __all__ = ["EngineThread", "Job", "Mailbox"]
 
@@ -52,8 +59,8 @@ class _Gathered:
         # Filled with the second chunk: mostly there is none.
         self._texts: list[str] = []
         self._token_ids: list[int] = []
-        self._drafted: list[bool] = []
-        self._pieces: list[tuple[str, bool]] = []
+        self._origins: list[Origin] = []
+        self._pieces: list[StreamPiece] = []
         self._logprobs: list[TokenLogprob] | None = None
 
     def add(self, chunk: StreamChunk) -> None:
@@ -65,7 +72,7 @@ class _Gathered:
         self._last = chunk
         self._texts.append(chunk.text)
         self._token_ids += chunk.token_ids
-        self._drafted += chunk.drafted
+        self._origins += chunk.origins
         self._pieces += chunk.pieces
         if chunk.logprobs is not None:
             self._logprobs = (self._logprobs or []) + chunk.logprobs
@@ -77,7 +84,7 @@ class _Gathered:
             self._last,
             text="".join(self._texts),
             token_ids=self._token_ids,
-            drafted=self._drafted,
+            origins=self._origins,
             pieces=self._pieces,
             logprobs=self._logprobs,
         )

@@ -225,7 +225,7 @@ class CompletionAnswer:
             if not self._began:
                 choice["prompt_token_ids"] = self.prompt_ids
         if self.asked.return_pieces:
-            choice["pieces"] = [list(piece) for piece in chunk.pieces]
+            choice["pieces"] = _pieces(chunk)
         self._began = True
 
     def _prompt_text(self) -> str:
@@ -352,7 +352,7 @@ class ChatAnswer:
             if not self._began:
                 choice["prompt_token_ids"] = self.prompt_ids
         if self.asked.return_pieces:
-            choice["pieces"] = [list(piece) for piece in chunk.pieces]
+            choice["pieces"] = _pieces(chunk)
         self._began = True
 
     def _deltas(self, events: Iterable[ChatEvent]) -> list[dict[str, Any]]:
@@ -401,6 +401,13 @@ class ChatAnswer:
             for one in listed
         ]
         return {"content": content, "refusal": None}
+
+
+def _pieces(chunk: StreamChunk) -> list[dict[str, Any]]:
+    return [
+        {"text": text, "origin": origin.kind, "position": origin.position}
+        for text, origin in chunk.pieces
+    ]
 
 
 def _append(deltas: list[dict[str, Any]], kind: str, text: str) -> None:
