@@ -1,7 +1,9 @@
 """Many streams at one server for a while: no lost or mixed token, nothing left behind.
 
-Clients ask for whole answers and streams, leave in the middle, read slowly and send what is no
-request. Every whole answer is compared with what the same prompt gives alone.
+Clients, in a process of their own, ask for whole answers and streams of completions and chats,
+greedy and drawn, one and several, free and under a schema. They leave in the middle of an answer or
+of a request, read slowly, and send what is no request. Every answer is compared with what the same
+request was given before, when it was alone.
 
     python benchmarks/soak.py --json benchmarks/results/soak.json
 """
@@ -12,6 +14,8 @@ import argparse
 import asyncio
 import json
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -21,36 +25,178 @@ from typing import Any
 import common
 import httpx
 
-from paceline import LLM, SamplingParams, bundled_model_path
+from paceline import LLM, bundled_model_path
 from paceline.server.app import Settings, create_app
 from paceline.server.engine_thread import EngineThread
 from paceline.server.http import http_server
 
-PROMPTS = [f"{kind} number_{n}" for n in range(20) for kind in ("def", "class", "# The", "import")]
+STARTS = [f"{kind} number_{n}" for n in range(20) for kind in ("def", "class", "# The", "import")]
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["one", "two", "three"]}, "large": {"type": "boolean"}},
+    "required": ["name", "large"],
+    "additionalProperties": False,
+}
 BROKEN: list[bytes] = [
-    b"{", b"[]", b'{"prompt": 1}', b'{"prompt": "a", "n": -1}', b'{"prompt": "a", "x": 1}', b"\xff",
+    b"{", b"[]", b"null", b'{"prompt": 1}', b'{"prompt": "a", "n": -1}', b"\xff",
+    b'{"prompt": "a", "x": 1}', b'{"prompt": "a", "temperature": NaN}', b"[" * 5000,
+    b'{"prompt": "a", "max_tokens": 1e400}', b'{"prompt": ["a", 1]}', b'{"messages": []}',
 ]  # fmt: skip
+GROWTH = 0.05
+"""Share by which memory may be larger in the last quarter than in the second: its noise."""
 
 
-def asked(place: int) -> dict[str, Any]:
-    """The request of a prompt: some greedy, some drawn, of several lengths."""
-    return {
-        "prompt": PROMPTS[place],
-        "max_tokens": 16 + 7 * (place % 20),
-        "temperature": float(place % 2),
-        "seed": place,
-        "ignore_eos": place % 3 == 0,
-    }
+def asked(place: int) -> tuple[str, dict[str, Any]]:
+    """The path and body of one of the requests."""
+    start, kind = STARTS[place % len(STARTS)], place % 5
+    body: dict[str, Any] = {"max_tokens": 16 + 7 * (place % 20), "temperature": 0, "seed": place}
+    if kind < 3:
+        body["prompt"] = start
+        body["ignore_eos"] = place % 3 == 0
+        if kind:
+            body["temperature"] = 0.8
+            body["n"] = kind
+        return "/v1/completions", body
+    body["messages"] = [{"role": "user", "content": start}]
+    if kind == 4:
+        body["response_format"] = {
+            "type": "json_schema",
+            "json_schema": {"name": "thing", "schema": SCHEMA},
+        }
+    return "/v1/chat/completions", body
 
 
-def alone(llm: LLM, count: int) -> list[str]:
-    """The first prompts' answers, each with nothing beside it."""
-    texts = []
-    for place in range(count):
-        given = asked(place)
-        prompt = given.pop("prompt")
-        texts.append(llm.generate(prompt, SamplingParams(**given))[0].text)
-    return texts
+def said(choice: dict[str, Any]) -> str:
+    """The text of a choice, whole or of a stream."""
+    inner = choice.get("message") or choice.get("delta") or {}
+    return str(choice.get("text") or inner.get("content") or "")
+
+
+def whole(document: dict[str, Any]) -> list[str]:
+    """The texts of an answer."""
+    return [said(choice) for choice in document["choices"]]
+
+
+class Clients:
+    """Many of them at one server.
+
+    Attributes:
+        counts: what came of the requests.
+    """
+
+    def __init__(self, url: str, places: int, end_after: float) -> None:
+        self.counts: Counter[str] = Counter()
+        self._url = url
+        self._places = places
+        self._seconds = end_after
+        self._expected: list[list[str]] = []
+        self._end = 0.0
+
+    async def run(self, streams: int) -> None:
+        """All of them until the end."""
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=self._url, timeout=300, limits=limits) as http:
+            for place in range(self._places):
+                path, body = asked(place)
+                answer = await http.post(path, json=body)
+                self._expected.append(whole(answer.raise_for_status().json()))
+            print("alone", flush=True)
+            self._end = time.monotonic() + self._seconds
+            await asyncio.gather(*(self._client(http, seed) for seed in range(streams)))
+
+    async def _client(self, http: httpx.AsyncClient, seed: int) -> None:
+        chance = random.Random(seed)
+        while time.monotonic() < self._end:
+            place = chance.randrange(len(self._expected))
+            kinds = ("stream", "stream", "stream", "whole", "leave", "slow", "broken", "torn")
+            kind = chance.choice(kinds)
+            if kind == "broken":
+                await self._break(http, chance)
+            elif kind == "torn":
+                await self._tear(place, chance)
+            elif kind == "whole":
+                await self._ask_whole(http, place)
+            else:
+                await self._ask_stream(http, place, kind, chance)
+
+    async def _break(self, http: httpx.AsyncClient, chance: random.Random) -> None:
+        """Send what is no request: from the list, or a good one with a few bytes changed."""
+        path, body = asked(chance.randrange(self._places))
+        data = chance.choice(BROKEN)
+        allowed = {400}
+        if chance.random() < 0.5:
+            changed = bytearray(json.dumps({**body, "max_tokens": 1, "n": 1}).encode())
+            for _ in range(chance.randint(1, 4)):
+                changed[chance.randrange(len(changed))] = chance.randrange(256)
+            # Some changes leave a good request.
+            data, allowed = bytes(changed), {200, 400, 404, 429}
+        answer = await http.post(path, content=data, headers={"content-type": "application/json"})
+        self.counts["broken" if answer.status_code in allowed else "WRONG STATUS"] += 1
+
+    async def _tear(self, place: int, chance: random.Random) -> None:
+        """Leave in the middle of a request, or behind it without reading a byte."""
+        path, body = asked(place)
+        data = json.dumps({**body, "stream": True}).encode()
+        head = (
+            f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(data)}\r\n\r\n"
+        ).encode()
+        url = httpx.URL(self._url)
+        _, writer = await asyncio.open_connection(url.host, url.port)
+        message = head + data
+        writer.write(message[: chance.randint(0, len(message))])
+        await writer.drain()
+        await asyncio.sleep(chance.random() * 0.05)
+        writer.close()
+        self.counts["torn"] += 1
+
+    async def _ask_whole(self, http: httpx.AsyncClient, place: int) -> None:
+        path, body = asked(place)
+        answer = await http.post(path, json=body)
+        if answer.status_code == 429:
+            await self._overloaded()
+        elif answer.status_code != 200:
+            self.counts["WRONG STATUS"] += 1
+        else:
+            right = whole(answer.json()) == self._expected[place]
+            self.counts["whole" if right else "MIXED"] += 1
+
+    async def _ask_stream(
+        self, http: httpx.AsyncClient, place: int, kind: str, chance: random.Random
+    ) -> None:
+        path, body = asked(place)
+        expected = self._expected[place]
+        async with http.stream("POST", path, json={**body, "stream": True}) as stream:
+            if stream.status_code == 429:
+                await self._overloaded()
+                return
+            if stream.status_code != 200:
+                self.counts["WRONG STATUS"] += 1
+                return
+            texts, done, leaves_at = [""] * len(expected), False, chance.randint(1, 60)
+            async for line in stream.aiter_lines():
+                if line == "data: [DONE]":
+                    done = True
+                elif line.startswith("data: "):
+                    for choice in json.loads(line[6:])["choices"]:
+                        texts[choice["index"]] += said(choice)
+                if kind == "slow":
+                    await asyncio.sleep(0.02)
+                if kind == "leave" and len(texts[0]) > leaves_at:
+                    break
+        if kind == "leave" and not done:
+            right = all(
+                all_of.startswith(text) for all_of, text in zip(expected, texts, strict=True)
+            )
+            self.counts["left" if right else "MIXED"] += 1
+        elif not done:
+            self.counts["LOST"] += 1
+        else:
+            self.counts[kind if texts == expected else "MIXED"] += 1
+
+    async def _overloaded(self) -> None:
+        self.counts["overloaded"] += 1
+        await asyncio.sleep(0.05)
 
 
 def resident_mib() -> float:
@@ -59,95 +205,52 @@ def resident_mib() -> float:
     return int(status.split("VmRSS:")[1].split()[0]) / 1024
 
 
-async def client(
-    http: httpx.AsyncClient, expected: list[str], end: float, counts: Counter[str], seed: int
-) -> None:
-    """Ask one thing after another until the end."""
-    chance = random.Random(seed)
-    while time.monotonic() < end:
-        place = chance.randrange(len(expected))
-        body = asked(place)
-        kind = chance.choice(("stream", "stream", "stream", "whole", "leave", "slow", "broken"))
-        if kind == "broken":
-            headers = {"content-type": "application/json"}
-            answer = await http.post(
-                "/v1/completions", content=chance.choice(BROKEN), headers=headers
-            )
-            counts["broken" if answer.status_code == 400 else "WRONG STATUS"] += 1
-            continue
-        if kind == "whole":
-            answer = await http.post("/v1/completions", json=body)
-            if answer.status_code == 429:
-                counts["overloaded"] += 1
-                await asyncio.sleep(0.05)
-                continue
-            text = answer.json()["choices"][0]["text"]
-            counts["whole" if text == expected[place] else "MIXED"] += 1
-            continue
-        async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
-            if stream.status_code == 429:
-                counts["overloaded"] += 1
-                await asyncio.sleep(0.05)
-                continue
-            text, whole, leaves_at = "", False, chance.randint(1, 60)
-            async for line in stream.aiter_lines():
-                if line == "data: [DONE]":
-                    whole = True
-                elif line.startswith("data: "):
-                    text += json.loads(line[6:])["choices"][0]["text"]
-                if kind == "slow":
-                    await asyncio.sleep(0.02)
-                if kind == "leave" and len(text) > leaves_at:
-                    break
-            if kind == "leave" and not whole:
-                counts["left" if expected[place].startswith(text) else "MIXED"] += 1
-            elif not whole:
-                counts["LOST"] += 1
-            else:
-                counts[kind if text == expected[place] else "MIXED"] += 1
-
-
-async def clients(
-    url: str, expected: list[str], seconds: float, streams: int
-) -> tuple[Counter[str], list[float]]:
-    """All clients, and the memory in use every twentieth of the time."""
-    counts: Counter[str] = Counter()
-    memory: list[float] = []
-    end = time.monotonic() + seconds
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
-        running = [
-            asyncio.ensure_future(client(http, expected, end, counts, seed))
-            for seed in range(streams)
-        ]
-        while time.monotonic() < end:
-            await asyncio.sleep(seconds / 20)
-            memory.append(resident_mib())
-        await asyncio.gather(*running)
-    return counts, memory
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--json", type=Path, help="write the result here")
     add("--seconds", type=float, default=600)
     add("--streams", type=int, default=64)
-    add("--prompts", type=int, default=len(PROMPTS), metavar="N")
+    add("--requests", type=int, default=len(STARTS), metavar="N", help="how many there are")
     add("--num-threads", type=int)
     add("--quick", action="store_true", help="a few seconds: shows that it runs")
+    add("--clients-of", metavar="URL", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.quick:
-        args.seconds, args.streams, args.prompts = 3.0, 16, 12
+        args.seconds, args.streams, args.requests = 3.0, 16, 12
     return args
+
+
+def under_load(url: str, args: argparse.Namespace) -> tuple[Counter[str], list[float]]:
+    """What came of the clients' requests, and this process' memory every twentieth of the time."""
+    command = [sys.executable, __file__, "--clients-of", url]
+    for name in ("seconds", "streams", "requests"):
+        command += [f"--{name}", str(getattr(args, name))]
+    memory: list[float] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as clients:
+        assert clients.stdout is not None
+        if clients.stdout.readline() != "alone\n":
+            raise SystemExit("the clients did not get their answers alone")
+        end = time.monotonic() + args.seconds
+        while time.monotonic() < end and clients.poll() is None:
+            time.sleep(args.seconds / 20)
+            memory.append(resident_mib())
+        counted = clients.stdout.read()
+    if clients.returncode:
+        raise SystemExit(f"the clients ended with {clients.returncode}")
+    return Counter(json.loads(counted)), memory
 
 
 def main() -> None:
     """Run it and print a JSON document; exit 1 where a token was lost, mixed or left behind."""
     args = parse()
+    if args.clients_of is not None:
+        clients = Clients(args.clients_of, args.requests, args.seconds)
+        asyncio.run(clients.run(args.streams))
+        print(json.dumps(clients.counts))
+        return
     about = common.provenance(model=bundled_model_path(), prompts=common.PROMPTS)
     with LLM(max_seq_len=512, num_threads=args.num_threads, num_drafts=3) as llm:
-        expected = alone(llm, args.prompts)
         engine = EngineThread(llm, max_waiting=args.streams)
         app = create_app(engine, Settings(name="model"))
         ports: list[int] = []
@@ -162,29 +265,37 @@ def main() -> None:
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         ready.wait()
-        before = llm.engine.num_forwards
-        counts, memory = asyncio.run(
-            clients(f"http://127.0.0.1:{ports[0]}", expected, args.seconds, args.streams)
-        )
+        counts, memory = under_load(f"http://127.0.0.1:{ports[0]}", args)
         while llm.engine.has_work:
             time.sleep(0.01)
         llm.engine.check_idle()
-        steps = llm.engine.num_forwards - before
+        stats, steps = llm.engine.speculation, llm.engine.num_forwards
+        running = llm.engine.max_num_seqs
         server.should_exit = True
         thread.join()
     wrong = {name: counts[name] for name in ("LOST", "MIXED", "WRONG STATUS") if counts[name]}
     quarter = max(1, len(memory) // 4)
+    early, late = max(memory[quarter : 2 * quarter], default=0), max(memory[-quarter:], default=0)
+    if late > early * (1 + GROWTH) and not args.quick:
+        wrong["MEMORY GREW"] = round(late - early)
     document = {
-        "about": about,
+        **about,
         "quick": args.quick,
+        "settings": {
+            "seconds": args.seconds,
+            "clients": args.streams,
+            "different requests": args.requests,
+            "drafts": 3,
+            "most answers at once": running,
+        },
         "seconds": args.seconds,
         "streams": args.streams,
         "requests": dict(sorted(counts.items())),
         "steps": steps,
-        "memory_mib": {
-            "second_quarter": round(max(memory[quarter : 2 * quarter], default=0)),
-            "last_quarter": round(max(memory[-quarter:], default=0)),
-        },
+        "tokens": stats.num_emitted,
+        "drafted": stats.num_drafted,
+        "accepted": stats.num_accepted,
+        "memory_mib": {"second_quarter": round(early), "last_quarter": round(late)},
         "wrong": wrong,
     }
     print(json.dumps(document, indent=2))

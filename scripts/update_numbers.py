@@ -582,6 +582,43 @@ def turns_cost(result: Result) -> str:
     )
 
 
+SOAKED = {
+    "whole": "answers taken as a whole, equal to the answer alone",
+    "stream": "streams read to the end, equal to the answer alone",
+    "slow": "the same by a slow reader",
+    "leave": "the same by a client that meant to leave and came to the end before",
+    "left": "streams left in the middle, equal as far as they came",
+    "torn": "connections closed within or behind a request",
+    "broken": "bodies that are no request, or changed at random, answered as such",
+    "overloaded": "refused with 429 for lack of room",
+    "MIXED": "answers that differ",
+    "LOST": "streams that broke off",
+    "WRONG STATUS": "answers with a status that does not fit",
+}
+
+
+def soak_requests(result: Result) -> str:
+    """What came of every request of the soak."""
+    counts = {**dict.fromkeys(("MIXED", "LOST", "WRONG STATUS"), 0), **result["requests"]}
+    rows = [[words, f"{counts[name]:,}"] for name, words in SOAKED.items() if name in counts]
+    return markdown(["requests", "count"], rows)
+
+
+def soak_sentence(result: Result) -> str:
+    """What the soak was and what it left."""
+    if result["wrong"]:
+        raise NumbersError(f"soak.json tells of faults: {result['wrong']}")
+    memory, total = result["memory_mib"], sum(result["requests"].values())
+    return (
+        f"{result['streams']} clients at once for {result['seconds'] / 60:g} minutes made "
+        f"{total:,} requests; the engine took {result['steps']:,} steps for {result['tokens']:,} "
+        f"tokens and accepted {result['accepted']:,} of {result['drafted']:,} drafts. No answer "
+        "was lost, mixed up or cut, no cache block was left behind, and the server's memory was at "
+        f"most {memory['second_quarter']:,} MiB in the second quarter of the time and "
+        f"{memory['last_quarter']:,} MiB in the last."
+    )
+
+
 def training_quality(result: Result) -> str:
     """Held-out loss and accuracies by kind of text."""
     rows = []
@@ -989,6 +1026,9 @@ RENDER: dict[str, tuple[str, Callable[[Result], str]]] = {
     "grammar-json": ("grammar", grammar_json),
     "grammar-sentence": ("grammar", grammar_sentence),
     "grammar-environment": ("grammar", environment),
+    "soak-requests": ("soak", soak_requests),
+    "soak-sentence": ("soak", soak_sentence),
+    "soak-environment": ("soak", environment),
 }
 """Region -> result file and what makes the text. ``text-NAME`` shows the file ``NAME.txt``."""
 
