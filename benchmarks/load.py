@@ -15,7 +15,9 @@ import argparse
 import json
 import os
 import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,9 +38,10 @@ SERVED = "paceline-bundled"
 PROMPT_FILE = "prompts.jsonl"
 SHOWN_URL = "http://127.0.0.1:8000"
 USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
-ENDPOINTS = ("completions", "chat")
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 KINDS = {"completions": common.CODE_CLASSES, "chat": ("define_chat", "edit_repeat")}
 TOOL_SECONDS = 300
+SETTLE_SECONDS = 5.0
 
 Report = dict[str, Any]
 
@@ -102,12 +105,11 @@ def aiperf_arguments(leg: Leg, url: str, tokenizer: str) -> list[str]:
 
 def guidellm_arguments(leg: Leg, url: str, tokenizer: str) -> list[str]:
     """guidellm's command line; it asks to go past the end where a row says how many tokens."""
-    path = "/v1/chat/completions" if leg.endpoint == "chat" else "/v1/completions"
     backend = {
         "kind": "openai_http",
         "target": url,
         "model": SERVED,
-        "request_format": path,
+        "request_format": PATHS[leg.endpoint],
         "extras": {"body": {"temperature": 0}},
     }
     concurrent = f"kind=concurrent,streams={leg.concurrency}"
@@ -222,21 +224,22 @@ TOOLS = {
 
 
 def counted(exposed: str) -> Report:
-    """What `/metrics` says of requests and, under vLLM's names, of drafting."""
+    """What `/metrics` says of requests, of tokens and, under vLLM's names, of drafting."""
 
     def values(name: str) -> list[int]:
-        found = re.findall(rf"^{name}_total\{{[^}}]*\}} (\S+)$", exposed, flags=re.MULTILINE)
+        found = re.findall(rf"^{name}_total(?:\{{[^}}]*\}})? (\S+)$", exposed, flags=re.MULTILINE)
         return [int(float(value)) for value in found]
 
     def one(name: str) -> int:
-        (value,) = values(f"vllm:spec_decode_{name}")
+        (value,) = values(name)
         return value
 
     return {
         "requests": sum(values("paceline_requests")),
-        "steps": one("num_drafts"),
-        "drafted": one("num_draft_tokens"),
-        "accepted": one("num_accepted_tokens"),
+        "tokens": one("paceline_generation_tokens"),
+        "steps": one("vllm:spec_decode_num_drafts"),
+        "drafted": one("vllm:spec_decode_num_draft_tokens"),
+        "accepted": one("vllm:spec_decode_num_accepted_tokens"),
         "accepted_at": values("vllm:spec_decode_num_accepted_tokens_per_pos"),
     }
 
@@ -263,15 +266,16 @@ def faults(leg: Leg, reported: Report, server: Report) -> list[str]:
     if server["requests"] != leg.requests:
         wrong.append(f"{where}: the server counted {server['requests']} requests")
     tokens = leg.requests * leg.max_tokens
-    if reported["output_tokens"] != tokens:
-        wrong.append(f"{where}: {reported['output_tokens']} tokens of {tokens}")
+    if not reported["output_tokens"] == server["tokens"] == tokens:
+        wrong.append(
+            f"{where}: {reported['output_tokens']} tokens by the tool, {server['tokens']} by the "
+            f"server, of {tokens}"
+        )
     told = reported["acceptance"]
     if told is None:
         return [*wrong, f"{where}: no acceptance is reported"]
     # A step that accepts j drafts accepts at each of the first j positions.
-    histogram = told["histogram"]
-    places = range(max(len(server["accepted_at"]), len(histogram) - 1))
-    at = [sum(histogram[j + 1 :]) for j in places]
+    at = [sum(told["histogram"][j + 1 :]) for j in range(len(server["accepted_at"]))]
     for name, tools, ours in (
         ("steps", told["steps"], server["steps"]),
         ("drafted", told["drafted"], server["drafted"]),
@@ -298,32 +302,34 @@ def faults(leg: Leg, reported: Report, server: Report) -> list[str]:
 
 
 @contextmanager
-def served(num_threads: int | None, folder: Path) -> Iterator[str]:
-    """The URL of a server of the bundled model; what it writes to standard error is in `log`.
+def served(num_threads: int | None, folder: Path) -> Iterator[tuple[str, str]]:
+    """URL and drafter of a server of the bundled model; its standard error goes to `folder`.
 
     Prompts come again in each leg, so that prefixes are not kept.
+
+    Raises:
+        SystemExit: it does not start.
     """
     command = [sys.executable, "-m", "paceline", "serve", "--port", "0"]
     command += ["--served-model-name", SERVED, "--no-prefix-cache", "--no-request-log"]
     if num_threads is not None:
         command += ["--num-threads", str(num_threads)]
-    source = str(Path(paceline.__file__).parents[1])
-    log = folder / "log"
+    paths = [str(Path(paceline.__file__).parents[1]), os.environ.get("PYTHONPATH")]
+    log = folder / "server"
     with log.open("w") as errors:
         process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env={**os.environ, "PYTHONPATH": source},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         )
     assert process.stdout is not None
     try:
-        said = process.stdout.readline()
-        found = re.search(r"http://[\d.]+:\d+", said)
-        if found is None:
+        said = re.search(r"(http://[\d.]+:\d+).*drafter: (.*)", process.stdout.readline())
+        if said is None:
             raise SystemExit(f"the server does not start: {log.read_text()[-2000:]}")
-        yield found[0]
+        yield said[1], said[2]
     finally:
         process.terminate()
         try:
@@ -343,12 +349,34 @@ def fetch(url: str, body: Report | None = None) -> str:
     return text
 
 
-def warm_up(url: str) -> None:
-    """A request to each endpoint, so that no tool pays for what happens once."""
+def settled(url: str, tokens: int) -> Report:
+    """What the server counted, once it has counted this many tokens.
+
+    The counts are copied between steps, so that an answer's last ones may come a little after it.
+    """
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while True:
+        now = counted(fetch(f"{url}/metrics"))
+        if now["tokens"] >= tokens or time.monotonic() >= deadline:
+            return now
+        time.sleep(0.05)
+
+
+def warm_up(url: str) -> Report:
+    """A request to each endpoint, so that no tool pays for what happens once.
+
+    Returns:
+        What the server counted when they were over.
+    """
     more = {"max_tokens": 16, "temperature": 0}
-    fetch(f"{url}/v1/completions", {"prompt": "import os", **more})
     message = {"role": "user", "content": "Define zebra"}
-    fetch(f"{url}/v1/chat/completions", {"messages": [message], **more})
+    tokens = counted(fetch(f"{url}/metrics"))["tokens"]
+    for path, asked in (
+        (PATHS["completions"], {"prompt": "import os"}),
+        (PATHS["chat"], {"messages": [message]}),
+    ):
+        tokens += json.loads(fetch(url + path, {**asked, **more}))["usage"]["completion_tokens"]
+    return settled(url, tokens)
 
 
 def run_leg(tool: Tool, executable: str, leg: Leg, url: str, folder: Path) -> tuple[Report, float]:
@@ -369,30 +397,37 @@ def run_leg(tool: Tool, executable: str, leg: Leg, url: str, folder: Path) -> tu
     offline = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if tool.name == "aiperf" else ()
     env = {name: value for name, value in os.environ.items() if name not in offline}
     command = [executable, *tool.arguments(leg, url, str(bundled_model_path()))]
+    output = folder / "output"
     begin = time.monotonic()
-    try:
-        done = subprocess.run(
+    with output.open("w") as said:
+        process = subprocess.Popen(
             command,
             cwd=folder,
             env={**env, "NO_PROXY": "127.0.0.1"},
-            stdout=subprocess.PIPE,
+            stdout=said,
             stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=TOOL_SECONDS,
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired:
-        raise SystemExit(f"{tool.name} took more than {TOOL_SECONDS} seconds") from None
+        try:
+            code = process.wait(TOOL_SECONDS)
+        except BaseException as error:
+            # It works in processes of its own, which would outlive it.
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            raise SystemExit(f"{tool.name} took more than {TOOL_SECONDS} seconds") from None
     seconds = time.monotonic() - begin
     written = folder / tool.report
-    if done.returncode or not written.is_file():
-        raise SystemExit(f"{tool.name} ended with {done.returncode}: {done.stdout[-3000:]}")
+    if code or not written.is_file():
+        raise SystemExit(f"{tool.name} ended with {code}: {output.read_text()[-3000:]}")
     return tool.read(json.loads(written.read_text(encoding="utf-8"))), seconds
 
 
-def shown_command(tool: Tool, leg: Leg) -> list[str]:
+def shown_command(tool: Tool, leg: Leg) -> str:
     """The command line as others may run it, from the project's folder."""
-    return [tool.name, *tool.arguments(leg, SHOWN_URL, common.shown(str(bundled_model_path())))]
+    tokenizer = common.shown(str(bundled_model_path()))
+    return shlex.join([tool.name, *tool.arguments(leg, SHOWN_URL, tokenizer)])
 
 
 def find(name: str, path: str) -> str:
@@ -404,8 +439,8 @@ def find(name: str, path: str) -> str:
     found = shutil.which(path)
     if found is None:
         raise SystemExit(
-            f"no {name} at {path!r}; `python -m venv load && load/bin/pip install {name}` makes one, "
-            f"to be given as --{name} load/bin/{name}"
+            f"no {name} at {path!r}; `python -m venv {name}-env && {name}-env/bin/pip install "
+            f"{name}` makes one, to be given as --{name} {name}-env/bin/{name}"
         )
     return str(Path(found).absolute())
 
@@ -418,36 +453,40 @@ def main(arguments: Sequence[str] | None = None) -> None:
     about = common.provenance(model=bundled_model_path(), prompts=common.PROMPTS)
     runs: list[Report] = []
     wrong: list[str] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        with served(args.num_threads, Path(scratch)) as url:
-            warm_up(url)
-            for endpoint in ENDPOINTS:
-                for concurrency in args.concurrency:
-                    leg = Leg(endpoint, concurrency, args.requests, args.max_tokens)
-                    folder = Path(scratch) / f"{endpoint}-{concurrency}"
-                    folder.mkdir()
-                    before = counted(fetch(f"{url}/metrics"))
-                    reported, seconds = run_leg(tool, executable, leg, url, folder)
-                    server = since(before, counted(fetch(f"{url}/metrics")))
-                    wrong += faults(leg, reported, server)
-                    version = reported.pop("version")
-                    runs.append(
-                        {
-                            "endpoint": f"/v1/{endpoint}" + ("/completions" * (endpoint == "chat")),
-                            "concurrency": concurrency,
-                            "command": shown_command(tool, leg),
-                            "seconds": round(seconds, 1),
-                            **reported,
-                            "server": server,
-                        }
-                    )
-                    print(f"{tool.name}: {endpoint}, {concurrency} at a time: {seconds:.0f} s")
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        served(args.num_threads, Path(scratch)) as (url, drafter),
+    ):
+        before = warm_up(url)
+        for endpoint in PATHS:
+            for concurrency in args.concurrency:
+                leg = Leg(endpoint, concurrency, args.requests, args.max_tokens)
+                folder = Path(scratch) / f"{endpoint}-{concurrency}"
+                folder.mkdir()
+                reported, seconds = run_leg(tool, executable, leg, url, folder)
+                after = settled(url, before["tokens"] + args.requests * args.max_tokens)
+                server, before = since(before, after), after
+                wrong += faults(leg, reported, server)
+                about["versions"][tool.name] = reported.pop("version")
+                runs.append(
+                    {
+                        "endpoint": PATHS[endpoint],
+                        "concurrency": concurrency,
+                        "command": shown_command(tool, leg),
+                        "seconds": round(seconds, 1),
+                        **reported,
+                        "server": server,
+                    }
+                )
+                done = f"{tool.name}: {endpoint}, {concurrency} at a time: {seconds:.0f} s"
+                print(done, file=sys.stderr, flush=True)
     document = {
         "benchmark": "load",
+        "tool": tool.name,
         "quick": args.quick,
         **about,
-        "tool": {"name": tool.name, "version": version},
         "settings": {
+            "drafter": drafter,
             "requests": args.requests,
             "max_tokens": args.max_tokens,
             "temperature": 0,

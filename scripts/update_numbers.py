@@ -952,7 +952,123 @@ def grammar_sentence(result: Result) -> str:
     )
 
 
+def _load(result: Result) -> Result:
+    if result["wrong"]:
+        raise NumbersError(f"load-{result['tool']}.json: {result['wrong'][0]}")
+    return result
+
+
+def load_table(result: Result) -> str:
+    """What a load tool reported of each of its runs."""
+    rows = []
+    for run in _load(result)["runs"]:
+        first, then, told = run["ttft_ms"], run["itl_ms"], run["acceptance"]
+        rows.append(
+            [
+                f"`{run['endpoint']}`",
+                str(run["concurrency"]),
+                str(run["requests"]),
+                str(run["errors"]),
+                f"{first['median']:.0f}",
+                f"{first['p90']:.0f}",
+                f"{then['median']:.2f}",
+                f"{then['p90']:.2f}",
+                f"{run['requests_per_second']:.1f}",
+                f"{run['output_tokens_per_second']:.0f}",
+                f"{told['mean_acceptance_length']:.3f}",
+                f"{told['acceptance_rate']:.1%}",
+            ]
+        )
+    header = ["endpoint", "at a time", "answered", "failed", "ms to first token", "p90"]
+    header += ["ms a token", "p90", "requests/s", "tok/s", "mean acceptance length", "accepted"]
+    return markdown(header, rows)
+
+
+def load_sentence(result: Result) -> str:
+    """Whether the tool and the server agree on what drafting did."""
+    runs = _load(result)["runs"]
+    steps, drafted, accepted = (
+        sum(run["acceptance"][name] for run in runs) for name in ("steps", "drafted", "accepted")
+    )
+    tool = result["tool"]
+    return (
+        f"{tool} {result['versions'][tool]}: {sum(run['requests'] for run in runs):,} requests in "
+        f"{len(runs)} runs, none failed. It was told of {drafted:,} drafts in {steps:,} steps, "
+        f"{accepted:,} accepted; in every run these counts, also by position, are those by which "
+        "`/metrics` rose"
+    )
+
+
+def load_command(result: Result) -> str:
+    """The tool's command line of the last run."""
+    command = result["runs"][-1]["command"]
+    return "```bash\n" + command.replace(" --", " \\\n    --") + "\n```"
+
+
+def serving_table(result: Result) -> str:
+    """What a token costs through the library and through the server, by the engine's threads."""
+    rows = []
+    for leg in result["legs"]:
+        over, cpu = leg["overhead_per_token"], leg["cpu_overhead"]
+        rows.append(
+            [
+                f"{leg['num_threads']} of {result['cores']} cores",
+                f"{leg['library_ms_per_token']['median']:.3f}",
+                f"{leg['server_ms_per_token']['median']:.3f}",
+                f"{over['median']:+.1%}",
+                f"{over['quarter']:+.1%} to {over['three_quarters']:+.1%}",
+                f"{cpu['median']:+.1%}",
+                f"{leg['library_first_token_ms']['median']:.1f}",
+                f"{leg['server_first_token_ms']['median']:.1f}",
+                f"{leg['tokens_per_read']['median']:.0f}",
+            ]
+        )
+    header = ["engine's threads", "ms a token, library", "server", "overhead", "half of the turns"]
+    header += ["in CPU time", "ms to the first token, library", "server", "tokens a read"]
+    return markdown(header, rows)
+
+
+def serving_sentence(result: Result) -> str:
+    """The overhead where the client has a core, and where it has none."""
+    said = []
+    for leg in result["legs"]:
+        has_core = leg["num_threads"] < result["cores"]
+        where = "leaves its client a core" if has_core else "takes all cores"
+        over = leg["overhead_per_token"]["median"]
+        said.append(f"{over:+.1%} a token where the engine {where}")
+    turns = result["settings"]["turns"]
+    return f"The server's time over the library's at batch 1, the median of {turns} turns: " + (
+        "; ".join(said)
+    )
+
+
+def serving_start(result: Result) -> str:
+    """How soon the server is ready, and what its first request takes."""
+    begun = result["start"]
+    ready, first, later = (
+        begun[name] for name in ("ready_seconds", "first_request_ms", "later_request_ms")
+    )
+    return (
+        f"From the start of its process to the first 200 of `/health` it took "
+        f"{ready['median']:.1f} s ({ready['low']:.1f} to {ready['high']:.1f} in "
+        f"{len(ready['values'])} starts); the first token of its first request then came after "
+        f"{first['median']:.1f} ms, of later ones after {later['median']:.1f} ms"
+    )
+
+
 RENDER: dict[str, tuple[str, Callable[[Result], str]]] = {
+    "serving-table": ("serving", serving_table),
+    "serving-sentence": ("serving", serving_sentence),
+    "serving-start": ("serving", serving_start),
+    "serving-environment": ("serving", environment),
+    "load-aiperf": ("load-aiperf", load_table),
+    "load-aiperf-sentence": ("load-aiperf", load_sentence),
+    "load-aiperf-command": ("load-aiperf", load_command),
+    "load-aiperf-environment": ("load-aiperf", environment),
+    "load-guidellm": ("load-guidellm", load_table),
+    "load-guidellm-sentence": ("load-guidellm", load_sentence),
+    "load-guidellm-command": ("load-guidellm", load_command),
+    "load-guidellm-environment": ("load-guidellm", environment),
     "sampling-acceptance": ("sampling", sampling_acceptance),
     "sampling-environment": ("sampling", environment),
     "length-simulation": ("length-simulation", length_simulation),
@@ -1033,7 +1149,12 @@ RENDER: dict[str, tuple[str, Callable[[Result], str]]] = {
 """Region -> result file and what makes the text. ``text-NAME`` shows the file ``NAME.txt``."""
 
 
-SCRIPTS = {"mechanisms-speed": "mechanisms.py --speed", "device-graphs": "device.py --graphs"}
+SCRIPTS = {
+    "mechanisms-speed": "mechanisms.py --speed",
+    "device-graphs": "device.py --graphs",
+    "load-aiperf": "load.py --aiperf aiperf",
+    "load-guidellm": "load.py --guidellm guidellm",
+}
 """Result file -> what makes it, where the names differ."""
 
 
