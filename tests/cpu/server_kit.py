@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import StringIO
 from typing import Any
 
 import openai
+from starlette.routing import BaseRoute
 
 from paceline import LLM
 from paceline.server.app import Settings, create_app
@@ -64,6 +65,7 @@ def running(
     max_waiting: int = 64,
     stall_seconds: float = 30.0,
     shutdown_seconds: float = 5.0,
+    pages: Sequence[BaseRoute] = (),
     **settings: Any,
 ) -> Iterator[Live]:
     """Serve until the end of the block; the LLM stays open."""
@@ -84,7 +86,13 @@ def running(
             stepped, num_emitted=emitted, num_queued=queued
         ),
     )
-    app = create_app(engine, Settings(name=NAME, **settings), metrics=metrics, log=RequestLog(log))
+    app = create_app(
+        engine,
+        Settings(name=NAME, **settings),
+        metrics=metrics,
+        log=RequestLog(log),
+        pages=pages,
+    )
     server = http_server(
         app,
         engine,

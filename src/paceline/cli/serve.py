@@ -84,6 +84,7 @@ def serve(
         from paceline.server.http import http_server
         from paceline.server.logs import RequestLog
         from paceline.server.metrics import ServerMetrics
+        from paceline.server.page import page_routes
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{error.name} is not installed; the server needs it: pip install 'paceline[serve]'"
@@ -127,7 +128,11 @@ def serve(
             max_body_bytes=int(max_body_mb * 2**20),
         )
         app = create_app(
-            engine, settings, metrics=metrics, log=RequestLog() if request_log else None
+            engine,
+            settings,
+            metrics=metrics,
+            log=RequestLog() if request_log else None,
+            pages=page_routes(),
         )
 
         def ready(bound: int) -> None:

@@ -68,6 +68,9 @@ def usage_of(
             "drafted": stats.num_drafted,
             "accepted": stats.num_accepted,
             "mean_acceptance_length": stats.mean_acceptance_length,
+            "drafted_at": stats.drafted_at,
+            "reached_at": stats.reached_at,
+            "accepted_at": stats.accepted_at,
         },
     }
 
