@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import typer
+from safetensors.torch import load_file, save_file
 from toy import decode
 from typer.testing import CliRunner
 
+from paceline import LLM
 from paceline.cache.pools import CachePools
-from paceline.cli.inspect import inspect
+from paceline.cli import app
 from paceline.config import ModelConfig
 from paceline.draft import DeepseekV4MtpHead
 from paceline.engine import Engine
@@ -28,12 +29,20 @@ TINY = preset_config("tiny")
 FILE = "model.safetensors"
 
 
-def run(*arguments: str) -> str:
-    app = typer.Typer()
-    app.command()(inspect)
-    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
-    assert result.exit_code == 0, result.output
-    return result.output
+def run(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["inspect", *arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == code, result.output
+    assert ("would be refused\n" in result.stderr) == (code == 2)
+    return result.stdout
+
+
+def loads(path: Path) -> bool:
+    """Whether it can be loaded as the verbs do."""
+    try:
+        LLM(path, backend="torch").close()
+    except CheckpointError:
+        return False
+    return True
 
 
 @pytest.fixture
@@ -196,7 +205,9 @@ def test_broken_checkpoints_are_described_all_the_same(tiny: Path) -> None:
     assert census.drafter == "mtp"
     assert "scoring_func is 'softmax'" in census.refusals[0].why
     assert census.notes == ("config.json has fields that are not read: new",)
-    assert "scoring_func is 'softmax'" in run(str(tiny))
+    assert "scoring_func is 'softmax'" in run(str(tiny), code=2)
+    document = json.loads(run(str(tiny), "--json", code=2))
+    assert "scoring_func is 'softmax'" in document["refusals"][0]["why"]
 
     (tiny / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
     whys = " | ".join(refusal.why for refusal in take_census(tiny).refusals)
@@ -215,6 +226,28 @@ def test_text_needs_a_tokenizer(tiny: Path, text: str | None, message: str) -> N
     refusals = take_census(tiny).refusals
     assert [refusal.what for refusal in refusals] == ["text"]
     assert message in refusals[0].why
+    # Without one, prompts may be ids; one that is broken is refused.
+    assert loads(tiny) == (text is None)
+    assert message in run(str(tiny), code=0 if text is None else 2)
+
+
+@pytest.mark.parametrize("drafter", ["mtp", "dspark", None])
+def test_the_exit_code_says_whether_it_loads(tmp_path: Path, drafter: Any) -> None:
+    out = write_synthetic(tmp_path / "out", TINY, drafter=drafter)
+    assert loads(out)
+    run(str(out))
+
+
+def test_a_head_that_is_refused_refuses_the_checkpoint(tiny: Path) -> None:
+    tensors = {
+        name: tensor
+        for name, tensor in load_file(tiny / FILE).items()
+        if not name.startswith("mtp.0.attn.q_norm")
+    }
+    save_file(tensors, tiny / FILE)
+    assert [refusal.what for refusal in take_census(tiny).refusals] == ["drafts"]
+    assert not loads(tiny)
+    assert "mtp.0.attn.q_norm.weight" in run(str(tiny), code=2)
 
 
 def test_command_prints_tables(tiny: Path) -> None:

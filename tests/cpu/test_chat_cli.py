@@ -8,6 +8,8 @@ import pty
 import re
 import select
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -19,15 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from server_kit import running, until
 from typer.testing import CliRunner, Result
 
 from paceline import LLM, SamplingParams
 from paceline.cli import app
 from paceline.cli.chat import _Answer, _ServedModel
+from paceline.cli.interrupts import Interrupts
+from paceline.engine import Engine
 from paceline.text import ChatTemplate
 
 FAST = ["--backend", "torch", "--max-seq-len", "2048"]
-GREEN = "\x1b[32m"
+GREEN, CYAN = "\x1b[32m", "\x1b[36m"
 
 
 def chat(*args: str | Path, stdin: str | bytes) -> Result:
@@ -38,18 +43,18 @@ def chat(*args: str | Path, stdin: str | bytes) -> Result:
 def prompts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[dict[str, str]], SamplingParams]]:
     """Every conversation that was laid out, and the parameters it was answered with."""
     seen: list[Any] = []
-    render, stream = ChatTemplate.render, LLM.stream
+    render, begin = ChatTemplate.render, LLM.begin
 
     def rendered(self: ChatTemplate, messages: Any, **given: Any) -> Any:
         seen.append(list(messages))
         return render(self, messages, **given)
 
-    def streamed(self: LLM, prompt: Any, params: Any, **given: Any) -> Any:
+    def begun(self: LLM, ids: Any, params: Any, **given: Any) -> Any:
         seen[-1] = (seen[-1], params)
-        return stream(self, prompt, params, **given)
+        return begin(self, ids, params, **given)
 
     monkeypatch.setattr(ChatTemplate, "render", rendered)
-    monkeypatch.setattr(LLM, "stream", streamed)
+    monkeypatch.setattr(LLM, "begin", begun)
     return seen
 
 
@@ -99,6 +104,52 @@ def test_the_second_turn_reads_its_new_tokens_only() -> None:
     found = re.search(r"(\d+) tokens of the prompt were cached", second)
     assert found is not None
     assert int(found[1]) >= 128
+
+
+def test_the_second_turn_drafts_as_well_as_the_first() -> None:
+    questions = ["Define zebra", "Define lion", "What is a list?"]
+    result = chat("-n", "40", stdin="\n".join(questions) + "\n")
+    assert result.exit_code == 0, result.stderr
+    counts = re.findall(r"(\d+) of (\d+) drafts accepted", result.stderr)
+    with LLM(prefix_cache=False) as llm:
+        assert llm.tokenizer is not None
+        template = ChatTemplate.for_tokenizer(llm.tokenizer)
+        messages: list[dict[str, str]] = []
+        for question, (accepted, drafted) in zip(questions, counts, strict=True):
+            messages.append({"role": "user", "content": question})
+            ids = template.render(messages).ids(llm.tokenizer)
+            alone = llm.generate([ids], SamplingParams(max_tokens=40))[0]
+            messages.append({"role": "assistant", "content": alone.text})
+            # As many as where the whole conversation is read anew: nothing of the drafter's own
+            # state is lost between turns.
+            assert int(drafted) == alone.speculation.num_drafted > 0
+            assert int(accepted) == alone.speculation.num_accepted > 0
+
+
+def test_in_a_pipe_ctrl_c_ends_it_between_two_steps(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[int] = []
+    idle: list[bool] = []
+    step, close = Engine.step, LLM.close
+
+    def interrupted(self: Engine) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        steps.append(len(steps))
+        return step(self)
+
+    def closed(self: LLM) -> None:
+        self.engine.check_idle()
+        idle.append(True)
+        close(self)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    monkeypatch.setattr(LLM, "close", closed)
+    # The prompt takes several steps, none of which gives text.
+    result = chat(tiny_path, "-n", "9", *FAST, stdin="word " * 250 + "\nmore\n")
+    assert result.exit_code == 130
+    assert result.stderr == "interrupted\n"
+    assert (steps, idle, result.stdout) == ([0], [True], "")
 
 
 def test_options_reach_the_engine(tiny_path: Path, prompts: list[Any]) -> None:
@@ -167,14 +218,14 @@ def test_options_are_checked_before_anything_is_loaded(args: list[str], message:
 class Terminal:
     """A program on a pseudo-terminal, read and typed to."""
 
-    def __init__(self, *args: str | Path) -> None:
+    def __init__(self, *args: str | Path, stdout: int | None = None, **more: str) -> None:
         self._parent, child = pty.openpty()
         env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "CI")}
-        env |= {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "INPUTRC": "/dev/null"}
+        env |= {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1", "INPUTRC": "/dev/null", **more}
         self.process = subprocess.Popen(
             [sys.executable, *map(str, args)],
             stdin=child,
-            stdout=child,
+            stdout=child if stdout is None else stdout,
             stderr=child,
             env=env,
             start_new_session=True,
@@ -213,8 +264,8 @@ class Terminal:
 
 
 @contextmanager
-def on_a_terminal(*args: str | Path) -> Iterator[Terminal]:
-    terminal = Terminal(*args)
+def on_a_terminal(*args: str | Path, stdout: int | None = None, **more: str) -> Iterator[Terminal]:
+    terminal = Terminal(*args, stdout=stdout, **more)
     try:
         yield terminal
     finally:
@@ -231,17 +282,171 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(tiny_path: Path) -> None:
         terminal.wait_for(r"hello\r\n[^\r]{5}")
         terminal.interrupt()
         terminal.wait_for(r"\(stopped after [\d.]+ s\)")
-        terminal.wait_for("> ")
+        assert "Ctrl-D" not in terminal.wait_for("> ")
         terminal.interrupt()
         terminal.wait_for(r"\(Ctrl-D leaves\)")
         terminal.type("/nonsense\n")
         terminal.wait_for("error: /nonsense is no command")
+        terminal.wait_for("> ")
         terminal.type("again\n")
         terminal.wait_for(r"again\r\n[^\r]{5}")
         terminal.interrupt()
         terminal.wait_for(r"\(stopped")
         assert terminal.leave() == 0
     assert "Traceback" not in terminal.shown
+
+
+# Ctrl-C comes again wherever an answer is torn down, as it does where the keys are held down; at
+# the end nothing of the engine may still be in use.
+HELD_DOWN = """\
+import os, signal
+from paceline.cli import app
+from paceline.cli.generate import Screen
+from paceline.engine import Engine
+from paceline.llm import LLM
+
+def hit(owner, name):
+    real = getattr(owner, name)
+    def struck(self, *given):
+        os.kill(os.getpid(), signal.SIGINT)
+        done = real(self, *given)
+        os.kill(os.getpid(), signal.SIGINT)
+        return done
+    setattr(owner, name, struck)
+
+def close(self):
+    self.engine.check_idle()
+    print("all is free")
+    closed(self)
+
+hit(Engine, "abort")
+hit(Screen, "end")
+closed, LLM.close = LLM.close, close
+app()
+"""
+
+
+def test_ctrl_c_held_down_tears_nothing_apart(tiny_path: Path) -> None:
+    with on_a_terminal(
+        "-c", HELD_DOWN, "chat", tiny_path, "-n", "1900", "--repetition-penalty", "1.5", *FAST
+    ) as terminal:
+        for _ in range(2):
+            terminal.wait_for("> ")
+            terminal.type("hello\n")
+            terminal.wait_for(r"hello\r\n[^\r]{5}")
+            terminal.interrupt()
+            terminal.wait_for(r"\(stopped")
+        terminal.wait_for("> ")
+        terminal.interrupt()
+        terminal.wait_for(r"\(Ctrl-D leaves\)")
+        terminal.wait_for("> ")
+        terminal.type("/exit\n")
+        terminal.wait_for("all is free")
+        assert terminal.process.wait(timeout=60) == 0
+    assert "Traceback" not in terminal.shown
+
+
+# Ctrl-C is then taken by a thread that waits for ever, so that it interrupts nothing on the main
+# one: as if it had come just before that began to wait.
+UNHEARD = """\
+import signal, threading
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+from paceline.cli import app
+app()
+"""
+
+
+def test_ctrl_c_just_before_a_wait_is_not_lost(server: FakeServer) -> None:
+    server.events, server.holds = [said("word ")], True
+    with on_a_terminal("-c", UNHEARD, "chat", "m", "--url", server.url) as terminal:
+        terminal.wait_for("> ")
+        terminal.interrupt()
+        terminal.wait_for(r"\(Ctrl-D leaves\)", seconds=30)
+        terminal.wait_for("> ")
+        terminal.type("hi\n")
+        terminal.wait_for("word ")
+        terminal.interrupt()
+        terminal.wait_for(r"\(stopped", seconds=30)
+        assert terminal.leave() == 0
+
+
+def test_arrows_recall_lines_and_commands(server: FakeServer) -> None:
+    server.events = ANSWER
+    with on_a_terminal("-m", "paceline", "chat", "m", "--url", server.url) as terminal:
+        terminal.wait_for("> ")
+        terminal.type("first question\n")
+        terminal.wait_for("tok/s")
+        terminal.wait_for("> ")
+        terminal.type("/drafts 2\n")
+        terminal.wait_for("a step: 2")
+        terminal.wait_for("> ")
+        terminal.type("\x1b[A\x1b[A?\n")
+        terminal.wait_for("tok/s")
+        terminal.wait_for("> ")
+        terminal.type("\x1b[A\x1b[A3\n")
+        terminal.wait_for("a step: 23|between 0 and 8|0 to 8")
+        assert terminal.leave() == 0
+    first, second = server.asked
+    assert first["messages"][-1]["content"] == "first question"
+    assert [message["content"] for message in second["messages"]] == [
+        "first question",
+        "Hello there",
+        "first question?",
+    ]
+    assert second["num_drafts"] == 2
+
+
+def test_commands_on_a_terminal(server: FakeServer) -> None:
+    server.events = ANSWER
+    command = ("-m", "paceline", "chat", "m", "--url", server.url)
+    with on_a_terminal(*command) as terminal:
+        terminal.wait_for("> ")
+        terminal.type("/help\n")
+        shown = terminal.wait_for("recall lines")
+        assert all(name in shown for name in ("/reset", "/drafts", "/legend", "/exit"))
+        terminal.wait_for("> ")
+        terminal.type("/legend\n")
+        shown = terminal.wait_for("model's own")
+        assert f"{GREEN}an accepted draft" in shown
+        assert f"{CYAN}all that the grammar allowed" in shown
+        for text in ("one", "two", "/reset", "three"):
+            terminal.wait_for("> ")
+            terminal.type(f"{text}\n")
+            terminal.wait_for("forgotten" if text == "/reset" else "tok/s")
+        assert terminal.leave() == 0
+    assert [len(asked["messages"]) for asked in server.asked] == [1, 3, 1]
+    with on_a_terminal(*command, NO_COLOR="1") as terminal:
+        terminal.wait_for("> ")
+        terminal.type("/legend\n")
+        terminal.wait_for("no tints, since")
+        assert terminal.leave() == 0
+    assert "\x1b[3" not in terminal.shown
+
+
+def test_with_its_output_elsewhere_it_is_still_a_conversation(
+    server: FakeServer, tmp_path: Path
+) -> None:
+    server.events, server.holds = [said("word ")], True
+    with (
+        (tmp_path / "log").open("wb") as log,
+        on_a_terminal(
+            "-m", "paceline", "chat", "m", "--url", server.url, stdout=log.fileno()
+        ) as terminal,
+    ):
+        terminal.wait_for("> ")
+        terminal.type("hi\n")
+        until(lambda: (tmp_path / "log").read_bytes() == b"word ", 60)
+        terminal.interrupt()
+        terminal.wait_for(r"\(stopped")
+        terminal.wait_for("> ")
+        terminal.interrupt()
+        terminal.wait_for(r"\(Ctrl-D leaves\)")
+        server.status = 503
+        terminal.type("hi\n")
+        terminal.wait_for("error: .* answers 503")
+        assert terminal.leave() == 0
+    assert (tmp_path / "log").read_bytes() == b"word \n"
 
 
 def test_accepted_drafts_are_tinted_and_end_of_input_leaves() -> None:
@@ -272,7 +477,10 @@ class FakeServer:
         self.status = 200
         self.more_headers: dict[str, str] = {}
         self.endless = False
+        self.holds = False
+        self.dies: str | None = None
         self.left = threading.Event()
+        self._ends = threading.Event()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -291,10 +499,21 @@ class FakeServer:
                     return
                 self.send_response(200)
                 self.send_header("Content-Type", "text/event-stream")
+                if outer.dies == "in a chunk":
+                    self.send_header("Transfer-Encoding", "chunked")
                 self.end_headers()
+                if outer.dies == "in a chunk":
+                    self.wfile.write(b"fff\r\n")
                 for event in outer.events:
                     text = event if isinstance(event, str) else json.dumps(event)
                     self.wfile.write(f"data: {text}\r\n\r\n".encode())
+                if outer.holds:
+                    outer._ends.wait()
+                if outer.dies == "with a reset":
+                    time.sleep(0.2)  # So that what was sent is read before.
+                    self.connection.setsockopt(
+                        socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                    )
                 try:
                     while outer.endless:
                         self.wfile.write(f"data: {json.dumps(said('word '))}\n\n".encode())
@@ -319,6 +538,7 @@ class FakeServer:
 
     def close(self) -> None:
         self.endless = False
+        self._ends.set()
         self._http.shutdown()
         self._thread.join()
         self._http.server_close()
@@ -463,7 +683,8 @@ def test_reasoning_is_shown_and_not_remembered(server: FakeServer) -> None:
 def test_leaving_an_answer_ends_it_on_the_server(server: FakeServer) -> None:
     server.endless = True
     model = _ServedModel(server.url, "m", None)
-    pieces = model.answer([{"role": "user", "content": "hi"}], SamplingParams(), _Answer())
+    asked = [{"role": "user", "content": "hi"}]
+    pieces = model.answer(asked, SamplingParams(), _Answer(), Interrupts())
     assert next(pieces).text == "word "
     pieces.close()
     assert server.left.wait(timeout=10)
@@ -526,3 +747,95 @@ def test_drafts_are_tinted_where_the_server_tells_them(server: FakeServer) -> No
         assert terminal.leave() == 0
     assert f"one {GREEN}two\x1b[0m three" in shown
     assert server.asked[0]["return_pieces"] is True
+
+
+def test_what_a_grammar_forced_has_a_tint_of_its_own(server: FakeServer) -> None:
+    server.models = [{"id": "m", "owned_by": "paceline"}]
+    pieces = [
+        piece("a", "forced"),
+        piece("b", "forced", 1),
+        piece("c", "accepted", 2),
+        piece("d", "corrected"),
+        piece("e", "bonus"),
+        piece("f", "target"),
+    ]
+    server.events = [said("abcdef", pieces=pieces), *ANSWER[3:]]
+    with on_a_terminal("-m", "paceline", "chat", "--url", server.url) as terminal:
+        terminal.wait_for("> ")
+        terminal.type("hi\n")
+        shown = terminal.wait_for("tok/s")
+        assert terminal.leave() == 0
+    assert f"{CYAN}a\x1b[0m{CYAN}b\x1b[0m{GREEN}c\x1b[0mdef\r\n" in shown
+
+
+@pytest.mark.parametrize("dies", ["orderly", "with a reset", "in a chunk"])
+def test_a_server_that_dies_in_an_answer_does_not_end_the_program(
+    server: FakeServer, dies: str
+) -> None:
+    server.events, server.dies = [said("Hello "), said("wor")], dies
+    with on_a_terminal("-m", "paceline", "chat", "m", "--url", server.url) as terminal:
+        terminal.wait_for("> ")
+        terminal.type("hi\n")
+        shown = terminal.wait_for(r"error: [^\r]*\r\n")
+        assert "Hello wor\r\nerror: " in shown
+        assert re.search(rf"{server.url} (broke off in the middle|went away)", shown)
+        server.events, server.dies = ANSWER, None
+        terminal.wait_for("> ")
+        terminal.type("more\n")
+        terminal.wait_for("Hello there")
+        assert terminal.leave() == 0
+    assert "Traceback" not in terminal.shown
+    # What came of it stays in the conversation.
+    assert [m["content"] for m in server.asked[1]["messages"]] == ["hi", "Hello wor", "more"]
+
+
+def test_a_real_server_that_is_killed_does_not_end_the_program(tiny_path: Path) -> None:
+    serve = subprocess.Popen(
+        [
+            sys.executable, "-m", "paceline", "serve", tiny_path, "--port", "0", "--backend",
+            "torch", "--num-threads", "1", "--max-seq-len", "2048", "--no-request-log",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    try:
+        assert serve.stdout is not None
+        found = re.search(r"http://[\d.:]+", serve.stdout.readline())
+        assert found is not None
+        with on_a_terminal(
+            "-m", "paceline", "chat", "--url", found[0], "-n", "1900",
+            "--repetition-penalty", "1.5",
+        ) as terminal:  # fmt: skip
+            terminal.wait_for("> ")
+            terminal.type("hi\n")
+            terminal.wait_for(r"hi\r\n[\s\S]{5}")
+            serve.kill()
+            terminal.wait_for(rf"error: {found[0]} (broke off in the middle|went away)")
+            terminal.wait_for("> ")
+            terminal.type("more\n")
+            terminal.wait_for(rf"error: {found[0]} cannot be reached")
+            assert terminal.leave() == 0
+        assert "Traceback" not in terminal.shown
+    finally:
+        serve.kill()
+        serve.communicate()
+
+
+def test_a_real_servers_drafts_are_tinted_and_its_turns_are_cached() -> None:
+    with (
+        LLM(num_threads=1) as llm,
+        running(llm) as live,
+        on_a_terminal("-m", "paceline", "chat", "--url", live.url, "-n", "48") as terminal,
+    ):
+        for question in ("Define zebra", "Define lion"):
+            terminal.wait_for("> ")
+            terminal.type(f"{question}\n")
+            shown = terminal.wait_for(r"[1-9]\d* of \d+ drafts accepted")
+            assert GREEN in shown
+        terminal.wait_for("> ")
+        terminal.type("/drafts 0\n")
+        terminal.wait_for("> ")
+        terminal.type("Define tiger\n")
+        assert GREEN not in terminal.wait_for("no drafts")
+        assert terminal.leave() == 0
+        live.wait_idle()

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import write_tiny
@@ -19,6 +20,7 @@ from typer.testing import CliRunner, Result
 
 from paceline import LLM, SamplingParams
 from paceline.cli import app
+from paceline.text import ChatTemplate
 
 FAST = ["--backend", "torch", "--max-seq-len", "256"]
 CONTROL = re.compile(r"\x1b\[[0-9;]*m")
@@ -233,12 +235,56 @@ def test_ctrl_c_keeps_the_text_and_exits_with_130(tiny_path: Path) -> None:
     assert b"Traceback" not in errors
 
 
-def test_a_closed_pipe_is_no_traceback(tiny_path: Path) -> None:
-    args = " ".join(command("generate", tiny_path, "-p", "x", "-n", "400", "--ignore-eos", *FAST))
-    done = subprocess.run(
-        f"{args} --max-seq-len 1024 | head -c 1", shell=True, capture_output=True, timeout=120
+@pytest.mark.parametrize(
+    "verb",
+    [
+        ["generate", "-p", "x", "-n", "400", "--ignore-eos", "--max-seq-len", "1024"],
+        ["generate", "-p", "x", "-n", "4", "--json"],
+        ["inspect"],
+        ["inspect", "--json"],
+    ],
+)
+def test_a_reader_that_leaves_ends_it_quietly(tiny_path: Path, verb: list[str]) -> None:
+    more = ["--backend", "torch"] if verb[0] == "generate" else []
+    args = command(verb[0], tiny_path, *verb[1:], *more)
+    process = subprocess.Popen(args, bufsize=0, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    if "400" in verb:
+        assert process.stdout.read(1)
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    # The code that the shell gives a program which SIGPIPE ended.
+    assert process.wait(timeout=60) == 141
+    assert errors == b""
+
+
+def test_chat_ends_where_the_layout_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of a tokenizer without role markers, whose turns are paragraphs.
+    monkeypatch.setattr(
+        ChatTemplate, "for_tokenizer", classmethod(lambda cls, tokenizer: ChatTemplate.plain())
     )
-    assert b"Traceback" not in done.stderr
+    seen: list[SamplingParams] = []
+    stream = LLM.stream
+
+    def noted(self: LLM, prompts: Any, params: SamplingParams, **named: Any) -> Any:
+        seen.append(params)
+        return stream(self, prompts, params, **named)
+
+    monkeypatch.setattr(LLM, "stream", noted)
+    for more in ([], ["--stop", "zz"], ["--chat"], ["--chat", "--stop", "zz"]):
+        assert call("generate", "-p", "hi", "-n", "4", *more).exit_code == 0
+    turn = "\n\n### User\n"
+    assert [params.stop for params in seen] == [None, ("zz",), (turn,), ("zz", turn)]
+
+
+def test_what_a_grammar_forced_has_a_tint_of_its_own() -> None:
+    args = command("generate", "-p", "x", "-n", "30", "--regex", "yes yes yes|no [0-9]{3}")
+    shown, code = on_a_terminal(args)
+    assert code == 0, shown
+    assert "\x1b[36m" in shown
+    assert re.search(r"yes yes yes|no \d{3}", CONTROL.sub("", shown))
 
 
 def test_version_help_and_module() -> None:

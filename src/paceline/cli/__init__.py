@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ __all__ = ["app", "main"]
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+EXIT_NO_READER = 141
 
 
 class _Verbs(TyperGroup):
@@ -28,7 +30,9 @@ class _Verbs(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            done = super().invoke(ctx)
+            sys.stdout.flush()
+            return done
         except PacelineError as error:
             print(f"error: {error}", file=sys.stderr)
             failed = isinstance(error, GenerationError)
@@ -36,6 +40,10 @@ class _Verbs(TyperGroup):
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             raise typer.Exit(EXIT_INTERRUPTED) from None
+        except BrokenPipeError:
+            # As of `head`, which has all it wants. What is still buffered must go somewhere.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(EXIT_NO_READER) from None
 
 
 app = typer.Typer(
@@ -70,5 +78,8 @@ for verb in (generate, chat, serve, bench, inspect, synth):
 
 
 def main() -> None:
-    """Run the command line and exit: 0 done, 1 a run failed, 2 bad input, 130 Ctrl-C."""
+    """Run the command line and exit.
+
+    Codes: 0 done, 1 a run failed, 2 bad input, 130 Ctrl-C, 141 nobody reads the output.
+    """
     app(prog_name="paceline")

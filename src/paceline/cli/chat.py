@@ -16,11 +16,13 @@ import typer
 
 from paceline.cli import options, sampling
 from paceline.cli.generate import Screen, summary
+from paceline.cli.interrupts import Interrupts
 from paceline.types import (
     CheckpointError,
     ConfigError,
     FinishReason,
     GenerationError,
+    GenerationResult,
     PacelineError,
     RequestError,
     SamplingParams,
@@ -35,14 +37,12 @@ __all__ = ["chat"]
 _HELP = """\
 /reset       forget the conversation; the system text stays
 /drafts N    drafts a step from now on: 0 to 8, auto, or nothing for the default
+/legend      what the tints mean
 /help        this list
 /exit        leave; so does the end of the input (Ctrl-D)
 Ctrl-C stops an answer and keeps what came of it. A line that ends in \\ goes on with the next one;
-one that begins with a space is sent even if a / follows.
+one that begins with a space is sent even if a / follows. The arrow keys recall lines.
 """
-
-_ONLY_LOADED = ("max_seq_len", "drafter", "acceptance", "device", "dtype", "backend", "num_threads")
-"""Options that say how a model is loaded, which a server has done already."""
 
 _CONNECT_SECONDS = 10.0
 
@@ -103,7 +103,7 @@ def chat(
     backend: options.Backend = "auto",
     num_threads: options.NumThreads = None,
 ) -> None:
-    """Talk to a model, in turns. On a terminal, accepted drafts are tinted.
+    """Talk to a model, in turns. On a terminal, accepted drafts are tinted; /legend says how.
 
     Lines are questions, also from a pipe; answers go to standard output, all else to standard
     error. /help lists the commands.
@@ -125,22 +125,11 @@ def chat(
     if url is None:
         if api_key is not None:
             raise ConfigError("--api-key is for a server; give --url too")
-        llm = options.load(
-            model,
-            acceptance=acceptance,
-            num_drafts=options.drafts(num_drafts),
-            drafter=drafter,
-            max_seq_len=max_seq_len,
-            device=device,
-            dtype=dtype,
-            backend=backend,
-            num_threads=num_threads,
-        )
-        with llm:
+        with options.load_asked(context, model) as llm:
             loaded = _LoadedModel(llm)
             _Conversation(loaded, params, opening).run(model if model else "the bundled model")
         return
-    _refuse_given(context, _ONLY_LOADED)
+    _refuse_given(context, options.LOADING)
     key = sampling.text_or_file(api_key)
     served = _ServedModel(url, model, None if key is None else key.strip())
     _Conversation(served, params, opening).run(f"{served.model} at {url}")
@@ -159,10 +148,10 @@ def _refuse_given(context: typer.Context, names: tuple[str, ...]) -> None:
 
 
 class _Said(NamedTuple):
-    """A piece of an answer."""
+    """A piece of an answer; `origin` is an `Origin`'s kind, or None where nobody tells."""
 
     text: str
-    is_draft: bool = False
+    origin: str | None = None
     is_reasoning: bool = False
 
 
@@ -179,9 +168,19 @@ class _Answer:
 
 class _Model(Protocol):
     def answer(
-        self, messages: list[dict[str, str]], params: SamplingParams, answer: _Answer
+        self,
+        messages: list[dict[str, str]],
+        params: SamplingParams,
+        answer: _Answer,
+        interrupts: Interrupts,
     ) -> Generator[_Said, None, None]:
-        """Answer a conversation; fills in `answer`, and ends the request when it is closed."""
+        """Answer a conversation; fills in `answer`, and ends the request when it is closed.
+
+        Raises:
+            GenerationError: the answer fails or breaks off.
+            KeyboardInterrupt: of `interrupts`.
+            RequestError: the conversation cannot be answered.
+        """
 
 
 class _LoadedModel:
@@ -201,34 +200,53 @@ class _LoadedModel:
         self._template = ChatTemplate.for_tokenizer(llm.tokenizer)
 
     def answer(
-        self, messages: list[dict[str, str]], params: SamplingParams, answer: _Answer
+        self,
+        messages: list[dict[str, str]],
+        params: SamplingParams,
+        answer: _Answer,
+        interrupts: Interrupts,
     ) -> Generator[_Said, None, None]:
         from paceline.text import ChatParser
 
         prompt = self._template.render(messages)
         params = replace(params, stop=(*(params.stop or ()), *prompt.stop) or None)
         parser = ChatParser.of_prompt(prompt, tools=False)
-        with closing(self._llm.stream([prompt.ids(self._tokenizer)], params)) as chunks:
-            for chunk in chunks:
-                answer.num_tokens += len(chunk.token_ids)
-                for text, origin in chunk.pieces:
-                    yield from _parts(parser.feed(text), origin.is_draft)
-                if chunk.result is not None:
-                    result = chunk.result
-                    yield from _parts(parser.flush(), False)
-                    if result.finish_reason is FinishReason.ERROR:
-                        raise GenerationError(result.error)
-                    answer.stats = result.speculation
-                    answer.num_cached = result.usage.cached_tokens
-                    answer.finish_reason = str(result.finish_reason)
+        engine = self._llm.engine
+        # A loop of its own and not `stream`, so that Ctrl-C is looked at after every step, also
+        # while a long prompt is read.
+        running = self._llm.begin(prompt.ids(self._tokenizer), params)
+        try:
+            while running:
+                interrupts.check()
+                for emission in engine.step():
+                    chunk = running[emission.request_id].take(emission)
+                    answer.num_tokens += len(chunk.token_ids)
+                    if chunk.result is not None:
+                        del running[emission.request_id]
+                    for text, origin in chunk.pieces:
+                        yield from _parts(parser.feed(text), origin.kind)
+                    if chunk.result is not None:
+                        yield from _parts(parser.flush(), None)
+                        _finish(answer, chunk.result)
+        finally:
+            for request_id in running:
+                engine.abort(request_id)
 
 
-def _parts(events: list[Any], drafted: bool) -> Iterator[_Said]:
+def _finish(answer: _Answer, result: GenerationResult) -> None:
+    if result.finish_reason is FinishReason.ERROR:
+        raise GenerationError(result.error)
+    answer.stats = result.speculation
+    answer.num_cached = result.usage.cached_tokens
+    answer.finish_reason = str(result.finish_reason)
+
+
+def _parts(events: list[Any], origin: str | None) -> Iterator[_Said]:
     from paceline.text.parser import ContentDelta, ReasoningDelta
 
     for event in events:
         if isinstance(event, (ContentDelta, ReasoningDelta)):
-            yield _Said(event.text, drafted, isinstance(event, ReasoningDelta))
+            yield _Said(event.text, origin, isinstance(event, ReasoningDelta))
 
 
 class _ServedModel:
@@ -265,7 +283,11 @@ class _ServedModel:
         self.model = self._choose(model)
 
     def answer(
-        self, messages: list[dict[str, str]], params: SamplingParams, answer: _Answer
+        self,
+        messages: list[dict[str, str]],
+        params: SamplingParams,
+        answer: _Answer,
+        interrupts: Interrupts,
     ) -> Generator[_Said, None, None]:
         body: dict[str, Any] = {
             "model": self.model,
@@ -293,8 +315,15 @@ class _ServedModel:
             body["stop"] = list(params.stop)
         if self._tells_drafts:
             body["return_pieces"] = True
-        with self._ask("POST", "/chat/completions", body) as response:
-            for event in self._events(response):
+        with interrupts.ends():
+            response = self._ask("POST", "/chat/completions", body)
+        with response:
+            events = self._events(response)
+            while True:
+                with interrupts.ends():
+                    event = next(events, None)
+                if event is None:
+                    break
                 try:
                     said = list(self._take(event, answer))
                 except (AttributeError, TypeError, ValueError, KeyError):
@@ -316,9 +345,9 @@ class _ServedModel:
             if content:
                 pieces = choice.get("pieces") or ()
                 if "".join(piece["text"] for piece in pieces) != content:
-                    pieces = ({"text": content, "position": None},)
+                    pieces = ({"text": content, "origin": None},)
                 for piece in pieces:
-                    yield _Said(piece["text"], piece["position"] is not None)
+                    yield _Said(piece["text"], piece["origin"])
             if choice.get("finish_reason"):
                 answer.finish_reason = choice["finish_reason"]
         usage = event.get("usage")
@@ -465,8 +494,10 @@ class _Conversation:
         self._params = params
         self._opening = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._opening)
-        self._interactive = sys.stdin.isatty() and sys.stdout.isatty()
+        self._interactive = sys.stdin.isatty()
+        self._edits = self._interactive and sys.stdout.isatty()
         self._screen = Screen()
+        self._interrupts = Interrupts()
 
     def run(self, name: str) -> None:
         """Read questions and answer them until the input ends.
@@ -475,40 +506,42 @@ class _Conversation:
             PacelineError: a question could not be answered and nobody is there to read of it;
                 on a terminal it is shown, and the conversation goes on.
         """
-        if self._interactive:
+        if self._edits:
             _edit_lines()
+        if self._interactive:
             _note(f"{name}; /help lists commands, Ctrl-D leaves")
-        while True:
-            try:
-                line = self._read()
-                if line is None or not self._handle(line):
-                    return
-            except KeyboardInterrupt:
-                # At the prompt, or late in an answer: either way a new line begins.
-                if not self._interactive:
-                    raise
-                self._screen.end()
-                _note("(Ctrl-D leaves)")
-            except PacelineError as error:
-                if not self._interactive:
-                    raise
-                self._screen.end()
-                _note(f"error: {error}")
-                if isinstance(error, RequestError) and len(self._messages) > len(self._opening):
-                    _note("(/reset forgets the conversation)")
+        with self._interrupts.held():
+            while self._step():
+                pass
+
+    def _step(self) -> bool:
+        """Read a line and obey or answer it; whether the conversation goes on."""
+        try:
+            line = self._read()
+            return line is not None and self._handle(line)
+        except KeyboardInterrupt:
+            if not self._interactive:
+                raise
+            self._screen.end()
+            _note("(Ctrl-D leaves)")
+            self._interrupts.forget()
+        except PacelineError as error:
+            if not self._interactive:
+                raise
+            self._screen.end()
+            _note(f"error: {error}")
+            if isinstance(error, RequestError) and len(self._messages) > len(self._opening):
+                _note("(/reset forgets the conversation)")
+        return True
 
     def _read(self) -> str | None:
         """The next question, or None at the end of the input."""
         lines: list[str] = []
         while True:
             try:
-                if self._interactive:
-                    line = input("... " if lines else "> ")
-                else:
-                    line = sys.stdin.readline()
-                    if not line:
-                        return "\n".join(lines) if lines else None
-                    line = line.rstrip("\n")
+                line = self._read_line("... " if lines else "> ")
+                if line is None:
+                    return "\n".join(lines) if lines else None
             except EOFError:
                 print()
                 return None
@@ -517,6 +550,16 @@ class _Conversation:
             if not line.endswith("\\"):
                 return "\n".join([*lines, line])
             lines.append(line[:-1])
+
+    def _read_line(self, prompt: str) -> str | None:
+        if self._edits:
+            with self._interrupts.ends(restarts="readline" in sys.modules):
+                return input(prompt)
+        with self._interrupts.ends():
+            if self._interactive:
+                print(prompt, end="", file=sys.stderr, flush=True)
+            line = sys.stdin.readline()
+        return line.rstrip("\n") if line else None
 
     def _handle(self, line: str) -> bool:
         """Obey a command or answer a question; whether the conversation goes on."""
@@ -535,6 +578,8 @@ class _Conversation:
             asked = options.drafts(argument.strip() or None)
             self._params = replace(self._params, num_drafts=asked)
             _note(f"drafts a step: {'the default' if asked is None else asked}")
+        elif command == "/legend":
+            _note(self._screen.legend())
         elif command == "/help":
             _note(_HELP.rstrip("\n"))
         else:
@@ -551,15 +596,20 @@ class _Conversation:
         started = first = time.perf_counter()
         heard = stopped = False
         try:
-            with closing(self._model.answer(asked, self._params, answer)) as pieces:
+            with closing(
+                self._model.answer(asked, self._params, answer, self._interrupts)
+            ) as pieces:
                 for piece in pieces:
                     if not heard:
                         heard, first = True, time.perf_counter()
                     if not piece.is_reasoning:
                         answer.content.append(piece.text)
-                    self._screen.show(piece.text, drafted=piece.is_draft, dim=piece.is_reasoning)
-                    sys.stdout.flush()
+                    with self._interrupts.ends():
+                        self._screen.show(piece.text, piece.origin, dim=piece.is_reasoning)
+                        sys.stdout.flush()
         except KeyboardInterrupt:
+            if not self._interactive:
+                raise
             stopped = True
         finally:
             self._screen.end()
@@ -567,6 +617,7 @@ class _Conversation:
             if content or answer.finish_reason is not None:
                 self._messages = [*asked, {"role": "assistant", "content": content}]
         _note(_report(answer, time.perf_counter() - started, first - started, stopped=stopped))
+        self._interrupts.forget()
 
 
 def _report(answer: _Answer, seconds: float, first: float, *, stopped: bool) -> str:

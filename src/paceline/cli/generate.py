@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,6 +31,7 @@ __all__ = ["Screen", "generate", "summary"]
 
 
 def generate(
+    context: typer.Context,
     model: options.Model = None,
     source: Annotated[
         str | None, typer.Argument(metavar="[-]", help="- reads the prompt from standard input.")
@@ -99,7 +101,7 @@ def generate(
     backend: options.Backend = "auto",
     num_threads: options.NumThreads = None,
 ) -> None:
-    """Complete a text. Accepted drafts are tinted on a terminal.
+    """Complete a text. On a terminal, accepted drafts are green and what a grammar forced is cyan.
 
     Several answers (--n) are shown one after another, and --json prints a list of them.
     """
@@ -136,20 +138,11 @@ def generate(
         choice=choice or None,
         max_reasoning_tokens=max_reasoning_tokens,
     )
-    llm = options.load(
-        model,
-        acceptance=acceptance,
-        logprobs_mode=logprobs_mode,
-        num_drafts=options.drafts(num_drafts),
-        drafter=drafter,
-        max_seq_len=max_seq_len,
-        device=device,
-        dtype=dtype,
-        backend=backend,
-        num_threads=num_threads,
-    )
-    with llm:
-        given = _asked(llm, text, allow_special=special) if chat else text
+    with options.load_asked(context, model) as llm:
+        given: str | list[int] = text
+        if chat:
+            given, ends = _asked(llm, text, allow_special=special)
+            params = replace(params, stop=(*(params.stop or ()), *ends) or None)
         results = _run(llm, given, params, show=not as_json, allow_special=special)
     if as_json:
         documents = [result.to_dict() for result in results]
@@ -160,15 +153,15 @@ def generate(
             raise GenerationError(result.error)
 
 
-def _asked(llm: LLM, text: str, *, allow_special: bool) -> list[int]:
-    """A question to the assistant, in the checkpoint's own layout."""
+def _asked(llm: LLM, text: str, *, allow_special: bool) -> tuple[list[int], tuple[str, ...]]:
+    """A question to the assistant, in the checkpoint's own layout, and texts that end an answer."""
     from paceline.text import ChatTemplate
 
     if llm.tokenizer is None:
         raise CheckpointError(f"{llm.path} has no tokenizer.json; a chat needs one")
     template = ChatTemplate.for_tokenizer(llm.tokenizer)
     prompt = template.render([{"role": "user", "content": text}])
-    return prompt.ids(llm.tokenizer, allow_special=allow_special)
+    return prompt.ids(llm.tokenizer, allow_special=allow_special), prompt.stop
 
 
 def _prompt(prompt: str | None, file: str | None, source: str | None) -> str:
@@ -252,8 +245,12 @@ _CONTROLS = {
 }
 
 
+_TINTS = {"accepted": typer.colors.GREEN, "forced": typer.colors.CYAN}
+_MEANINGS = {"accepted": "an accepted draft", "forced": "all that the grammar allowed"}
+
+
 class Screen:
-    """Standard output; on a terminal drafts are tinted and stray control characters shown."""
+    """Standard output; on a terminal origins are tinted and stray control characters shown."""
 
     def __init__(self) -> None:
         console = Console()
@@ -264,14 +261,21 @@ class Screen:
     def write(self, chunk: StreamChunk) -> None:
         """Show what a step added."""
         for text, origin in chunk.pieces:
-            self.show(text, drafted=origin.is_draft)
+            self.show(text, origin.kind)
         sys.stdout.flush()
 
-    def show(self, text: str, *, drafted: bool = False, dim: bool = False) -> None:
-        """Add a piece of text, which may still have to be flushed."""
+    def show(self, text: str, origin: str | None = None, *, dim: bool = False) -> None:
+        """Add a piece of text, which may still have to be flushed.
+
+        Args:
+            text: the piece.
+            origin: the kind of an `Origin`, or None where it is not known.
+            dim: show it as something aside.
+        """
         shown = text.translate(_CONTROLS) if self._terminal else text
-        if self._tint and (drafted or dim):
-            shown = typer.style(shown, fg=typer.colors.GREEN if drafted else None, dim=dim or None)
+        color = _TINTS.get(origin or "")
+        if self._tint and (color or dim):
+            shown = typer.style(shown, fg=color, dim=dim or None)
         # Before the write: Ctrl-C may come out of it, and end() must know what was shown.
         self._at_line_start = text.endswith("\n")
         sys.stdout.write(shown)
@@ -287,3 +291,11 @@ class Screen:
             self._at_line_start = True
             sys.stdout.write("\n")
         sys.stdout.flush()
+
+    def legend(self) -> str:
+        """One line on what the tints mean."""
+        if not self._tint:
+            return "no tints, since this is no terminal or colours are off"
+        parts = [typer.style(_MEANINGS[kind], fg=color) for kind, color in _TINTS.items()]
+        parts.append(typer.style("reasoning", dim=True))
+        return f"{', '.join(parts)}; all else is the model's own token"

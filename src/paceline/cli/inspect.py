@@ -10,7 +10,9 @@ import typer
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
+from paceline.cli import options
 from paceline.config import ModelConfig
+from paceline.types import CheckpointError
 
 if TYPE_CHECKING:
     from paceline.models.deepseek_v4.census import Census
@@ -57,15 +59,28 @@ def inspect(
         int, typer.Option(min=1, help="Rows of one sequence in one step, which size its rings.")
     ] = 256,
 ) -> None:
-    """Describe a checkpoint from its headers, without loading it."""
+    """Describe a checkpoint from its headers, without loading it.
+
+    Exits with 2 where the other verbs would refuse to load it; what is wrong is told all the same.
+    """
     # Imported here, for torch's sake: the other verbs and --help need not wait for it.
     from paceline.models.deepseek_v4.census import take_census
 
     census = take_census(path, max_width=max_width)
     if as_json:
         typer.echo(json.dumps(census.to_dict(), indent=2, ensure_ascii=False))
-        return
-    render(census, Console())
+    else:
+        render(census, options.Output())
+    if not _loads(census):
+        raise CheckpointError(f"{census.path} would be refused")
+
+
+def _loads(census: Census) -> bool:
+    """Whether it is loaded, with the drafter that it brings and the tokenizer that it has."""
+    refused = {refusal.what for refusal in census.refusals}
+    drafts = census.drafter == "mtp" and "drafts" in refused
+    text = (census.path / "tokenizer.json").is_file() and "text" in refused
+    return not (drafts or text or "the checkpoint" in refused)
 
 
 def render(census: Census, console: Console) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from paceline.llm import LLM
 
 __all__ = [
+    "LOADING",
     "Acceptance",
     "Backend",
     "Device",
@@ -25,7 +26,9 @@ __all__ = [
     "MaxSeqLen",
     "Model",
     "NumThreads",
+    "Output",
     "load",
+    "load_asked",
     "read_text",
 ]
 
@@ -70,6 +73,27 @@ NumThreads = Annotated[
 ]
 
 
+LOADING = (
+    "acceptance",
+    "logprobs_mode",
+    "drafter",
+    "max_seq_len",
+    "device",
+    "dtype",
+    "backend",
+    "num_threads",
+)
+"""Parameters of verbs, and of `load`, that say how a model is loaded."""
+
+
+def load_asked(context: typer.Context, model: str | None) -> LLM:
+    """Load a model as the options say that a verb has: those of `LOADING`, and --num-drafts."""
+    given: dict[str, Any] = {
+        name: context.params[name] for name in LOADING if name in context.params
+    }
+    return load(model, num_drafts=drafts(context.params["num_drafts"]), **given)
+
+
 def load(
     model: str | None,
     *,
@@ -108,6 +132,18 @@ def load(
             num_threads=num_threads,
             progress=progress,
         )
+
+
+class Output(Console):
+    """Standard output for tables; a reader that left is told of like one that other prints miss."""
+
+    def on_broken_pipe(self) -> None:
+        """Leave it to the caller, instead of ending with code 1.
+
+        Raises:
+            BrokenPipeError: always.
+        """
+        raise BrokenPipeError
 
 
 @contextmanager
