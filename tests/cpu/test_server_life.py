@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,7 +17,15 @@ import pytest
 from server_kit import NAME, Live, running, until
 
 from paceline import LLM, SamplingParams
-from paceline.server.engine_thread import EngineThread, Job, Mailbox
+from paceline.server import engine_thread
+from paceline.server.engine_thread import (
+    LEAST_WAKE_SECONDS,
+    MOST_WAKE_SECONDS,
+    EngineThread,
+    Job,
+    Mailbox,
+    _Pace,
+)
 from paceline.server.errors import ApiError
 from paceline.types import Origin, StreamChunk, StreamPiece
 
@@ -411,3 +420,163 @@ def test_a_mailbox_loses_nothing_between_threads() -> None:
         return taken
 
     assert asyncio.run(run()) == list(range(3000))
+
+
+class _Counted(Mailbox):
+    """Counts how often its reader is woken for chunks."""
+
+    def __init__(self) -> None:
+        super().__init__(asyncio.get_running_loop())
+        self.num_woken = 0
+
+    def wake(self) -> None:
+        self.num_woken += 1
+        super().wake()
+
+    async def ids(self) -> list[int]:
+        return [token for chunk in await self.take() for token in chunk.token_ids]
+
+
+def test_a_token_waits_for_others_a_stated_time_at_most(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(engine_thread, "monotonic", lambda: clock[0])
+    whole, go_on, begun = llm.engine.step, threading.Semaphore(0), [0]
+
+    def step() -> Any:
+        begun[0] += 1
+        assert go_on.acquire(timeout=20)
+        return whole()
+
+    params = SamplingParams(max_tokens=14, temperature=0, ignore_eos=True, num_drafts=0)
+    alone = llm.generate([0, 5], params)[0].token_ids
+    monkeypatch.setattr(llm.engine, "step", step)
+    engine = EngineThread(llm)
+    engine.start()
+
+    async def steps(count: int = 1) -> None:
+        """Let steps go on, each until its tokens are delivered."""
+        for _ in range(count):
+            before = begun[0]
+            go_on.release()
+            while begun[0] == before and engine.num_answers:
+                await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+
+    def submit() -> _Counted:
+        box = _Counted()
+        engine.submit(Job(prompts=[[0, 5]], params=params, grammar=None, mailbox=box))
+        return box
+
+    async def run() -> None:
+        first = submit()
+        assert await first.accepted is None
+        await steps()
+        assert first.num_woken == 1
+        ids = await first.ids()
+        assert len(ids) == 1, "the first token waits for none"
+
+        await steps()
+        clock[0] += LEAST_WAKE_SECONDS * 0.9
+        await steps(2)
+        assert first.num_woken == 1
+        clock[0] += MOST_WAKE_SECONDS * 1.001
+        await steps()
+        assert first.num_woken == 2, "they have waited long enough"
+        ids += await first.ids()
+        assert len(ids) == 5
+
+        await steps()
+        second = submit()
+        await steps()
+        assert first.num_woken == 3, "the step that reads a prompt is not waited for"
+        ids += await first.ids()
+        assert len(ids) == 7
+
+        await steps()
+        while not second.num_woken:
+            await steps()
+        assert len(await second.ids()) == 1
+        assert first.num_woken == 3, "another's first token does not wake it"
+        while engine.num_answers == 2:
+            await steps()
+        assert (first.num_woken, second.num_woken) == (4, 1), "its end wakes it, and it only"
+        ids += await first.ids()
+        assert ids == alone
+
+        clock[0] += MOST_WAKE_SECONDS * 1.001
+        await steps()
+        assert (first.num_woken, second.num_woken) == (4, 2), "who is over is not woken again"
+        ids = alone[:1] + await second.ids()
+        while engine.num_answers:
+            await steps()
+        assert second.num_woken == 3
+        assert ids + await second.ids() == alone
+
+    async def run_or_give_up() -> None:
+        async with asyncio.timeout(30):
+            await run()
+
+    try:
+        asyncio.run(run_or_give_up())
+    finally:
+        go_on.release(100)
+        engine.stop()
+    llm.engine.check_idle()
+
+
+def test_readers_are_woken_less_often_where_that_costs_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spent = [5.0]
+    monkeypatch.setattr(engine_thread, "thread_time", lambda: spent[0])
+    pace = _Pace()
+
+    def wake(cost: float) -> float:
+        for _ in range(200):
+            spent[0] += cost
+            pace.note()
+        return pace.seconds
+
+    assert pace.seconds == LEAST_WAKE_SECONDS
+    assert wake(100e-6) == pytest.approx(100e-6 / engine_thread.WAKE_SHARE)
+    # Threads have clocks of their own, and differences between those mean nothing.
+    spent[0] += 1e6
+    other = threading.Thread(target=pace.note)
+    other.start()
+    other.join()
+    spent[0] -= 1e6
+    pace.note()
+    assert pace.seconds == pytest.approx(100e-6 / engine_thread.WAKE_SHARE)
+    assert wake(1e-6) == LEAST_WAKE_SECONDS
+    assert wake(0.5) == MOST_WAKE_SECONDS
+
+
+def test_the_document_states_how_long_a_token_waits() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    least, most = 1000 * LEAST_WAKE_SECONDS, 1000 * MOST_WAKE_SECONDS
+    assert f"wakes them every {least:g} to {most:g} ms" in text
+    assert f"waits for at most {most:g} ms" in text
+
+
+def test_no_token_is_lost_where_readers_are_hardly_woken(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_thread, "LEAST_WAKE_SECONDS", 3600.0)
+    monkeypatch.setattr(engine_thread, "MOST_WAKE_SECONDS", 3600.0)
+    prompts = ["def", "import os", "The", "x = ", "class A", "# "]
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    alone = [result.token_ids for result in llm.generate(prompts, params)]
+    with running(llm) as live:
+        ends = [
+            begin(live, prompt, stream=True, max_tokens=40, return_token_ids=True)
+            for prompt in prompts
+        ]
+        for end, expected in zip(ends, alone, strict=True):
+            body = read_all(end).partition("\r\n\r\n")[2]
+            end.close()
+            parts = [part for part in body.split("\n\n") if part.startswith("data: {")]
+            choices = [choice for part in parts for choice in json.loads(part[6:])["choices"]]
+            assert [token for choice in choices for token in choice["token_ids"]] == expected
+            assert choices[-1]["finish_reason"] == "length"

@@ -11,10 +11,11 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import Empty, SimpleQueue
-from time import monotonic
+from time import monotonic, thread_time
 
 from paceline.engine import Emission, Engine
 from paceline.llm import LLM, Answer
@@ -24,6 +25,7 @@ from paceline.types import (
     Origin,
     PacelineError,
     SamplingParams,
+    SpeculationStats,
     StreamChunk,
     StreamPiece,
     TokenLogprob,
@@ -39,11 +41,21 @@ MAX_FAILED_STEPS = 3
 WATCH_SECONDS = 0.05
 """Least time from one call of what watches the steps to the next, while there is work."""
 
-WAKE_SECONDS = 0.004
-"""Least time from one waking of the readers to the next: each takes the interpreter from the steps.
+WAKE_SHARE = 0.01
+"""Share of the time that readers' loop may spend on streams where waking it less often saves it.
 
-Steps that take longer wake them each time, and so do an answer's first token and its end.
+While it works the steps wait for the interpreter, and the waking itself costs them as much again.
 """
+
+LEAST_WAKE_SECONDS = 0.004
+"""Least time from one waking of the readers to the next, however little it costs.
+
+Steps that take longer wake them each time. An answer's first token and its end wake its reader at
+once, and a request that begins wakes all, since the step that reads its prompt may be long.
+"""
+
+MOST_WAKE_SECONDS = 0.02
+"""Longest that a token waits for others, whatever they cost, beside the step that then runs."""
 
 JOIN_SECONDS = 5.0
 """How long a step may go on after the end before its thread is given up."""
@@ -88,6 +100,28 @@ class _Gathered:
             pieces=self._pieces,
             logprobs=self._logprobs,
         )
+
+
+class _Pace:
+    """How long readers go without being woken, by what waking them costs.
+
+    Attributes:
+        seconds: from one waking to the next.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = LEAST_WAKE_SECONDS
+        self._cost = 0.0
+        self._seen: tuple[int, float] | None = None
+
+    def note(self) -> None:
+        """Readers are woken; on the thread of their loop, whose work since the last time counts."""
+        before, thread, spent = self._seen, threading.get_ident(), thread_time()
+        self._seen = (thread, spent)
+        if before is None or before[0] != thread:
+            return
+        self._cost += 0.1 * (spent - before[1] - self._cost)
+        self.seconds = min(MOST_WAKE_SECONDS, max(LEAST_WAKE_SECONDS, self._cost / WAKE_SHARE))
 
 
 class Mailbox:
@@ -169,6 +203,8 @@ class Job:
         grammar: what the answers follow, or None.
         mailbox: where chunks go; `StreamChunk.index` is the prompt's place.
         running: the engine's numbers of answers that have not ended; the engine thread's.
+        cut: what drafting did for answers that have not ended or were cut off, by their number;
+            the engine's own objects, which grow no more once `EngineThread.abort` is carried out.
         num_open: answers that have not ended, in the engine or before it; the engine thread's.
     """
 
@@ -177,6 +213,7 @@ class Job:
     grammar: Grammar | None
     mailbox: Mailbox
     running: set[int] = field(default_factory=set)
+    cut: dict[int, SpeculationStats] = field(default_factory=dict)
     num_open: int = 0
 
     @property
@@ -230,8 +267,9 @@ class EngineThread:
         self._busy_since: float | None = None
         self._num_emitted = 0
         self._watched_at = -math.inf
-        self._waking: dict[asyncio.AbstractEventLoop, list[Mailbox]] = {}
+        self._unread: dict[Mailbox, None] = {}
         self._woken_at = -math.inf
+        self._pace = _Pace()
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
 
     def start(self) -> None:
@@ -297,9 +335,15 @@ class EngineThread:
             self._jobs.add(job)
         self._commands.put(partial(self._begin, job))
 
-    def abort(self, job: Job) -> None:
-        """End what still runs of a job before the next step; nobody is told."""
-        self._commands.put(partial(self._abort, job))
+    def abort(self, job: Job) -> Future[None]:
+        """End what still runs of a job before the next step; its reader is not told.
+
+        Returns:
+            Done when that was carried out; never where the engine's thread is over.
+        """
+        done: Future[None] = Future()
+        self._commands.put(partial(self._abort, job, done))
+        return done
 
     def drain(self, seconds: float) -> None:
         """Take no more, and end what runs after so many seconds with an error for its reader."""
@@ -374,29 +418,45 @@ class EngineThread:
 
     def _deliver(self, emissions: Iterable[Emission]) -> None:
         now = monotonic()
-        is_due = now - self._woken_at >= WAKE_SECONDS
+        urgent: list[Mailbox] = []
         for emission in emissions:
             self._num_emitted += len(emission.token_ids)
             job, answer, begun_at = self._answers[emission.request_id]
             chunk = answer.take(emission)
+            job.cut[emission.request_id] = emission.stats
             if chunk.result is not None:
+                del job.cut[emission.request_id]
                 seconds = monotonic() - begun_at
                 self._seconds_per_answer += 0.1 * (seconds - self._seconds_per_answer)
                 self._over(emission.request_id)
             if job.mailbox.put(chunk):
-                self._waking.setdefault(job.mailbox.loop, []).append(job.mailbox)
-            is_first = emission.stats.num_steps == 1
-            is_due = is_due or is_first or chunk.result is not None
-        if is_due and self._waking:
-            self._woken_at = now
-            for loop, mailboxes in self._waking.items():
-                _call(loop, partial(_wake, mailboxes))
-            self._waking = {}
+                self._unread[job.mailbox] = None
+            if emission.stats.num_steps == 1 or chunk.result is not None:
+                urgent.append(job.mailbox)
+        if now - self._woken_at >= self._pace.seconds:
+            self._wake_all()
+        elif urgent:
+            self._wake([mailbox for mailbox in dict.fromkeys(urgent) if mailbox in self._unread])
+
+    def _wake_all(self) -> None:
+        """Wake whoever has something to read."""
+        if self._unread:
+            self._woken_at = monotonic()
+            self._wake(list(self._unread))
+
+    def _wake(self, mailboxes: Iterable[Mailbox]) -> None:
+        loops: dict[asyncio.AbstractEventLoop, list[Mailbox]] = {}
+        for mailbox in mailboxes:
+            del self._unread[mailbox]
+            loops.setdefault(mailbox.loop, []).append(mailbox)
+        for loop, its in loops.items():
+            _call(loop, partial(_wake_readers, its, self._pace))
 
     def _begin(self, job: Job) -> None:
         if job not in self._jobs:
             # It came just before the end and was told so.
             return
+        self._wake_all()
         now = monotonic()
         error: Exception
         try:
@@ -416,11 +476,13 @@ class EngineThread:
         self._abort(job)
         job.mailbox.fail(error)
 
-    def _abort(self, job: Job) -> None:
+    def _abort(self, job: Job, done: Future[None] | None = None) -> None:
         for request_id in list(job.running):
             self.llm.engine.abort(request_id)
             self._over(request_id)
         self._forget(job)
+        if done is not None and done.set_running_or_notify_cancel():
+            done.set_result(None)
 
     def _over(self, request_id: int) -> None:
         """Forget an answer, and its job with the last."""
@@ -476,7 +538,8 @@ def _nothing() -> None:
     """Wake the thread."""
 
 
-def _wake(mailboxes: list[Mailbox]) -> None:
+def _wake_readers(mailboxes: list[Mailbox], pace: _Pace) -> None:
+    pace.note()
     for mailbox in mailboxes:
         mailbox.wake()
 
