@@ -112,7 +112,7 @@ class SamplingParams:
         top_p: mass of the most probable ids to draw from, above 0 and at most 1.
         top_k: most probable ids to draw from; 0 and -1 are all.
         min_p: ids below this share of the largest probability are not drawn, 0 to 1.
-        repetition_penalty: above 0; over 1 makes ids of prompt and output less likely.
+        repetition_penalty: 1e-6 to 1e6; over 1 makes ids of prompt and output less likely.
         presence_penalty: taken from the logit of ids of the output, -2 to 2.
         frequency_penalty: taken as often as the id is in the output, -2 to 2.
         logit_bias: id to what is added to its logit, -100 to 100.
@@ -204,7 +204,8 @@ class SamplingParams:
         _require_number("temperature", self.temperature, low=0)
         _require_number("top_p", self.top_p, above=0, high=1)
         _require_number("min_p", self.min_p, low=0, high=1)
-        _require_number("repetition_penalty", self.repetition_penalty, above=0)
+        # Farther from 1 than any use has, and near enough that no logit overflows.
+        _require_number("repetition_penalty", self.repetition_penalty, low=1e-6, high=1e6)
         _require_number("presence_penalty", self.presence_penalty, low=-2, high=2)
         _require_number("frequency_penalty", self.frequency_penalty, low=-2, high=2)
         for name in ("ignore_eos", "include_stop_str_in_output", "json_object"):

@@ -126,7 +126,7 @@ def test_lists_are_copied() -> None:
         ({"top_k": 1.5}, "top_k is 1.5; allowed is an integer of at least -1"),
         ({"min_p": -0.1}, "min_p is -0.1; allowed is a number of at least 0 and at most 1"),
         ({"min_p": 1.1}, "min_p is 1.1; allowed is a number of at least 0 and at most 1"),
-        ({"repetition_penalty": 0}, "repetition_penalty is 0; allowed is a number above 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0; allowed is a number of at least"),
         ({"presence_penalty": 2.1}, "presence_penalty is 2.1; allowed is a number of at least -2"),
         ({"frequency_penalty": -3}, "frequency_penalty is -3; allowed is a number of at least -2"),
         ({"logit_bias": [1]}, r"logit_bias is \[1\]; allowed is a mapping of ids to numbers"),

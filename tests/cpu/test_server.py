@@ -48,6 +48,25 @@ PROMPTS = [
     "with open(",
 ]
 TOKENS = 24
+FIELDS: list[dict[str, Any]] = [
+    {"temperature": 0.7, "seed": 3},
+    {"temperature": 0.7, "seed": 3, "top_p": 0.5},
+    {"temperature": 0.7, "seed": 3, "top_k": 2},
+    {"temperature": 0.7, "seed": 3, "min_p": 0.3},
+    {"temperature": 0.7, "seed": 2**64 - 1},
+    {"presence_penalty": 2.0},
+    {"frequency_penalty": 2.0},
+    {"repetition_penalty": 1.5},
+    {"logit_bias": {260: 90}},
+    {"allowed_token_ids": [300, 301, 302]},
+    {"bad_words": ["self", "return"]},
+    {"stop_token_ids": [13, 199]},
+    {"stop": "\n", "include_stop_str_in_output": True},
+    {"min_tokens": 20, "stop": ["\n"]},
+    {"ignore_eos": True},
+    {"choice": ["yes", "no"]},
+    {"regex": "[a-c]{5}"},
+]
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -85,6 +104,14 @@ def sampled(llm: LLM) -> list[str]:
 
 
 @pytest.fixture(scope="module")
+def by_fields(llm: LLM) -> list[GenerationResult]:
+    return [
+        llm.generate(PROMPTS[3], SamplingParams(max_tokens=TOKENS, **fields))[0]
+        for fields in FIELDS
+    ]
+
+
+@pytest.fixture(scope="module")
 def listed(llm: LLM) -> Any:
     params = SamplingParams(max_tokens=6, logprobs=2, prompt_logprobs=2)
     return llm.generate(PROMPTS[0], params)[0]
@@ -98,7 +125,9 @@ def chatted(llm: LLM) -> GenerationResult:
 
 
 @pytest.fixture(scope="module")
-def live(llm: LLM, alone: Any, sampled: Any, listed: Any, chatted: Any) -> Iterator[Live]:
+def live(
+    llm: LLM, alone: Any, sampled: Any, listed: Any, chatted: Any, by_fields: Any
+) -> Iterator[Live]:
     with running(llm) as live:
         yield live
 
@@ -140,7 +169,7 @@ def test_a_stream_joins_to_the_completion(client: openai.OpenAI, alone: list[str
     chunks = list(complete(client, stream=True, stream_options={"include_usage": True}))
     texts = [chunk.choices[0].text for chunk in chunks[:-1]]
     assert "".join(texts) == alone[0]
-    assert len(texts) > 3
+    assert len(texts) > 1
     assert [chunk.choices[0].finish_reason for chunk in chunks[-3:-1]] == [None, "length"]
     assert [chunk.usage for chunk in chunks[:-1]] == [None] * len(texts)
     assert chunks[-1].choices == []
@@ -205,6 +234,65 @@ def test_several_answers(client: openai.OpenAI, sampled: list[str]) -> None:
         texts[chunk.choices[0].index] += chunk.choices[0].text
     assert texts == sampled
     assert chunks[-1].usage.speculation == answer.usage.speculation
+
+
+def test_several_answers_of_a_chat_tell_of_their_drafts(client: openai.OpenAI) -> None:
+    more: dict[str, Any] = {"n": 2, "seed": 7, "temperature": 1, "max_tokens": 12}
+    answer = ask(client, **more)
+    told = answer.usage.speculation
+    assert told["drafted"] >= told["accepted"] > 0
+    assert 1 < told["mean_acceptance_length"] <= 4
+    assert told["mean_acceptance_length"] == pytest.approx(
+        1 + told["accepted"] / told["drafted_at"][0]
+    )
+    chunks = list(ask(client, stream=True, stream_options={"include_usage": True}, **more))
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == answer.usage
+    contents = ["", ""]
+    for chunk in chunks[:-1]:
+        contents[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert contents == [choice.message.content for choice in answer.choices]
+    # As vLLM, which has them for one answer only.
+    assert not hasattr(answer, "metrics")
+    assert not hasattr(chunks[-1], "metrics")
+
+
+@pytest.mark.parametrize("case", range(len(FIELDS)))
+def test_a_field_means_what_it_means_in_the_library(
+    live: Live, by_fields: list[GenerationResult], case: int
+) -> None:
+    sent = {"temperature": 0, "max_tokens": TOKENS, "prompt": PROMPTS[3], **FIELDS[case]}
+    choice = httpx.post(f"{live.url}/v1/completions", json=sent).json()["choices"][0]
+    assert choice["text"] == by_fields[case].text
+    assert choice["finish_reason"] == by_fields[case].finish_reason
+
+
+def test_numbers_without_a_fraction_and_empty_lists(
+    live: Live, client: openai.OpenAI, alone: list[str]
+) -> None:
+    body = {"max_tokens": 24.0, "n": 1.0, "temperature": 0.0, "num_drafts": 2.0, "logprobs": 0.0}
+    body |= {"stop": [], "bad_words": [], "stop_token_ids": [], "logit_bias": {}}
+    answer = httpx.post(f"{live.url}/v1/completions", json={"prompt": PROMPTS[0], **body})
+    assert answer.json()["choices"][0]["text"] == alone[0]
+    refused = httpx.post(f"{live.url}/v1/completions", json={"prompt": "a", "max_tokens": 2.5})
+    assert refused.json()["error"]["param"] == "max_tokens"
+
+
+def test_errors_are_the_official_clients(live: Live, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as bad:
+        complete(client, top_p=7)
+    assert (bad.value.status_code, bad.value.param) == (400, "top_p")
+    assert bad.value.type == "invalid_request_error"
+    assert isinstance(bad.value.body, dict)
+    with pytest.raises(openai.NotFoundError) as absent:
+        client.completions.create(model="another", prompt="a")
+    assert absent.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as long:
+        complete(client, "word " * 3000)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as unknown:
+        complete(client, extra_body={"colour": "red"})
+    assert (unknown.value.code, unknown.value.param) == ("unknown_parameter", "colour")
 
 
 def test_cached_tokens_are_told_once_a_prompt(client: openai.OpenAI) -> None:
@@ -381,6 +469,42 @@ def test_tools_are_called(client: openai.OpenAI, choice: Any, stream: bool) -> N
     assert given["count"] <= 9
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("begins", ["{", "\n\n<"])
+def test_an_answer_with_tools_and_a_form_is_calls_or_has_the_form(
+    client: openai.OpenAI, llm: LLM, begins: str, stream: bool
+) -> None:
+    assert llm.tokenizer is not None
+    schema = Point.model_json_schema()
+    first = llm.tokenizer.encode(begins, add_bos=False)[0]
+    more: dict[str, Any] = {
+        "tools": [TOOL],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": schema}},
+        "logit_bias": {str(first): 100},
+        "max_tokens": 300,
+    }
+    content, calls, reason = "", "", None
+    if stream:
+        for chunk in ask(client, stream=True, **more):
+            choice = chunk.choices[0]
+            content += choice.delta.content or ""
+            for call in choice.delta.tool_calls or []:
+                calls += call.function.arguments or ""
+            reason = choice.finish_reason or reason
+    else:
+        choice = ask(client, **more).choices[0]
+        reason, content = choice.finish_reason, choice.message.content or ""
+        calls = "".join(call.function.arguments for call in choice.message.tool_calls or [])
+    if begins == "{":
+        assert (reason, calls) == ("stop", "")
+        Point.model_validate_json(content)
+    else:
+        # Whether a second call follows the first is left to the model.
+        assert reason in ("tool_calls", "length")
+        assert not content.strip()
+        assert calls.startswith('{"kind": ')
+
+
 def test_tool_results_go_back(client: openai.OpenAI) -> None:
     messages: Any = [
         {"role": "user", "content": "How many?"},
@@ -474,9 +598,49 @@ def test_the_log_and_the_metrics_count_a_request(live: Live, client: openai.Open
     assert "paceline_generation_tokens_total" in httpx.get(f"{live.url}/metrics").text
 
 
+def counters(live: Live) -> dict[str, float]:
+    """The plain counters of /metrics."""
+    lines = httpx.get(f"{live.url}/metrics").text.splitlines()
+    pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+    return {name: float(value) for name, value in pairs}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_request_that_is_cut_off_has_its_counts(
+    live: Live, client: openai.OpenAI, n: int
+) -> None:
+    live.wait_idle()
+    until(lambda: live.metrics.counts.num_running == 0)
+    num_lines = len(live.log.getvalue().splitlines())
+    before = counters(live)
+    stream = complete(
+        client, stream=True, max_tokens=400, n=n, temperature=1, extra_body={"ignore_eos": True}
+    )
+    for _ in range(8):
+        next(stream)
+    stream.close()
+    live.wait_idle()
+    until(lambda: len(live.log.getvalue().splitlines()) > num_lines)
+    line = json.loads(live.log.getvalue().splitlines()[-1])
+    assert (line["outcome"], line["finish_reason"]) == ("cancelled", None)
+    assert line["drafted"] > line["accepted"] > 0
+
+    def grown(name: str) -> float:
+        return counters(live)[name] - before[name]
+
+    until(lambda: live.metrics.counts.num_running == 0)
+    until(lambda: grown("paceline_draft_tokens_total") == line["drafted"])
+    assert grown("paceline_accepted_tokens_total") == line["accepted"]
+    assert grown("paceline_draft_steps_total") * (line["mean_acceptance_length"] - 1) == (
+        pytest.approx(line["accepted"], rel=1e-3)
+    )
+
+
 def test_health_and_document(live: Live) -> None:
     assert httpx.get(f"{live.url}/health").json() == {"status": "ok"}
     served = httpx.get(f"{live.url}/openapi.json").json()
     assert served == document()
     kept = Path(__file__).parents[2] / "docs" / "openapi.json"
-    assert json.loads(kept.read_text()) == served
+    # It is written anew by: python -c "import json; from paceline.server.openapi import document;
+    # print(json.dumps(document(), indent=2))" > docs/openapi.json
+    assert kept.read_text() == json.dumps(served, indent=2) + "\n"

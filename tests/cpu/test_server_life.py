@@ -173,6 +173,7 @@ def test_a_reader_that_takes_nothing_is_given_up(llm: LLM) -> None:
 
 
 def test_the_end_of_the_server_is_told_to_all(llm: LLM, slowly: list[float]) -> None:
+    drafted_before = llm.engine.speculation.num_drafted
     with running(llm, max_waiting=4, shutdown_seconds=0.5) as live:
         ends = [begin(live, stream=True) for _ in range(5)] + [begin(live) for _ in range(2)]
         until(lambda: live.engine.num_answers == 7 and len(slowly) > 3)
@@ -190,6 +191,9 @@ def test_the_end_of_the_server_is_told_to_all(llm: LLM, slowly: list[float]) -> 
     for end in ends:
         end.close()
     assert outcomes(live) == ["unavailable"] * 7
+    lines = [json.loads(line) for line in live.log.getvalue().splitlines()]
+    drafted = sum(line["drafted"] for line in lines)
+    assert drafted == llm.engine.speculation.num_drafted - drafted_before > 0
     llm.engine.check_idle()
 
 

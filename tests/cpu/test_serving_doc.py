@@ -311,7 +311,7 @@ def test_every_field_is_named_where_it_belongs() -> None:
     assert completions == protocol.COMPLETION_FIELDS - protocol.CHAT_FIELDS
     assert chats == protocol.CHAT_FIELDS - protocol.COMPLETION_FIELDS
     assert ignored == protocol.IGNORED
-    assert refused == protocol._NOT_SERVED
+    assert refused == protocol.NOT_SERVED
     assert coded(text) >= protocol._STREAM_OPTIONS
 
 
@@ -328,7 +328,7 @@ def test_the_limits_are_those_of_the_code() -> None:
         "bytes of a body (`--max-body-mb`)": default("serve", "max_body_mb") * 2**20,
         "seconds for a body to arrive": settings.body_seconds,
         "bytes of a header": http.HEADER_BYTES,
-        "seconds for a connection's first header to arrive": http.HEADER_SECONDS,
+        "seconds for a request's header to arrive": http.HEADER_SECONDS,
         "connections": connections,
         "tokens of prompt and answer (`--max-seq-len`)": limits.max_seq_len,
         "answers that run at once (`--max-num-seqs`)": default("serve", "max_num_seqs"),

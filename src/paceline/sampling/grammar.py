@@ -86,19 +86,24 @@ class GrammarSpec:
         *,
         required: bool = False,
         at_once: bool = False,
+        form: GrammarSpec | None = None,
     ) -> GrammarSpec:
         """Return the grammar of an answer that may call tools, in DeepSeek-V4's markup.
 
         Free text, then at most one block of calls, with which the answer ends. Arguments come in
-        the order of the schema and follow their own schemas.
+        the order of the schema and follow their own schemas. With a form there is no free text:
+        the answer is a block of calls, or what has the form.
 
         Args:
             tools: functions in OpenAI's form, at least one.
             required: whether a block must come.
             at_once: whether it must come without text before it.
+            form: of an answer that calls no tool, of kind "json_schema" or "json_object"; of no
+                effect where a block is required.
 
         Raises:
-            RequestError: a tool is no function with a name, or its schema is no JSON.
+            RequestError: a tool is no function with a name, or its schema is no JSON, or the form
+                is of another kind.
         """
         functions: list[dict[str, Any]] = []
         for number, tool in enumerate(tools):
@@ -114,8 +119,19 @@ class GrammarSpec:
             functions.append({"name": name, "parameters": json.loads(_schema(schema))})
         if not functions:
             raise RequestError("no tool is given; a grammar of tool calls needs at least one")
-        wanted = {"tools": functions, "required": required or at_once, "at_once": at_once}
+        required = required or at_once
+        wanted: dict[str, Any] = {"tools": functions, "required": required, "at_once": at_once}
+        if form is not None and not required:
+            if form.kind not in ("json_schema", "json_object"):
+                raise RequestError(
+                    f"tools are given with a {form.kind}; allowed beside them are a JSON schema "
+                    "and json_object"
+                )
+            wanted["form"] = json.loads(form.source or _ANY_OBJECT)
         return cls("tool_calls", json.dumps(wanted))
+
+
+_ANY_OBJECT = '{"type":"object"}'
 
 
 def _schema(given: str | Mapping[str, Any]) -> str:

@@ -104,6 +104,7 @@ class LlguidanceLibrary:
                             f"<[{marker}]>",
                             required=wanted["required"],
                             at_once=wanted["at_once"],
+                            form=wanted.get("form"),
                         )
                     )
                 )
@@ -218,13 +219,19 @@ def _literal(text: str) -> str:
 
 
 def _tool_grammar(
-    tools: Sequence[dict[str, Any]], marker: str, *, required: bool, at_once: bool
+    tools: Sequence[dict[str, Any]],
+    marker: str,
+    *,
+    required: bool,
+    at_once: bool,
+    form: dict[str, Any] | None = None,
 ) -> str:
     """Lark of an answer with calls; the layout is that of DeepSeek-V4's encoding."""
     calls = " | ".join(f"call_{number}" for number in range(len(tools)))
+    start = f"{'OPEN' if at_once else 'HEAD'} block{'' if required else ' | TEXT'}"
     rules = [
         "%llguidance {}",
-        f"start: {'OPEN' if at_once else 'HEAD'} block{'' if required else ' | TEXT'}",
+        f"start: {start if form is None else 'OPEN block | form'}",
         f'block: {marker} "tool_calls>\\n" (call "\\n")+ "</" {marker} "tool_calls>"',
         f"call: {calls}",
         f"TEXT: /{_ANY}/ & {_NO_MARKER}",
@@ -233,6 +240,8 @@ def _tool_grammar(
         r"OPEN: /\n\n</",
         f"STRING: /{_ANY}<\\// & {_NO_MARKER}",
     ]
+    if form is not None:
+        rules.append(f"form: {_json_rule(form)}")
     for number, tool in enumerate(tools):
         rules += _call_rules(number, tool, marker)
     return "\n".join(rules)
@@ -281,6 +290,11 @@ def _call_rules(number: int, tool: dict[str, Any], marker: str) -> list[str]:
     return [f"call_{number}: {body}", *rules]
 
 
+def _json_rule(schema: dict[str, Any]) -> str:
+    guided = {**schema, "x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
+    return f"%json {json.dumps(guided)}"
+
+
 _OBJECT_KEYS = {
     "type", "properties", "required", "additionalProperties", "$defs", "definitions",
     "description", "title", "$schema", "strict",
@@ -309,8 +323,7 @@ def _parameter_variants(
         other = dict(schema, **({"type": rest} if rest else {}))
         if rest and "enum" in other:
             other["enum"] = [value for value in other["enum"] if not isinstance(value, str)]
-        guided = {**other, **shared, "x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
-        rules.append(f"{rule}_j: %json {json.dumps(guided)}")
+        rules.append(f"{rule}_j: {_json_rule({**other, **shared})}")
         variants.append(f'"false\\">" {rule}_j "</"')
     return variants
 

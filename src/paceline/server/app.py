@@ -7,8 +7,8 @@ import hmac
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
@@ -54,6 +54,8 @@ _T = TypeVar("_T")
 _Answers = dict[tuple[int, int], CompletionAnswer | ChatAnswer]
 
 _TEXT_THREADS = 2
+_ABORT_SECONDS = 1.0
+"""How long the record of a request that is cut off waits for the counts of its last step."""
 _CLIENT_CLOSED = 499
 """What logs say of a client that went away before it was answered."""
 
@@ -271,6 +273,7 @@ class _Served:
 
     Attributes:
         results: of the answers that are over, by prompt and sample.
+        cut: what drafting did for those that were cut off.
     """
 
     endpoint: str
@@ -281,6 +284,7 @@ class _Served:
     prompts: list[list[int]] = field(default_factory=list)
     first_token: float | None = None
     results: dict[tuple[int, int], GenerationResult] = field(default_factory=dict)
+    cut: list[SpeculationStats] = field(default_factory=list)
     num_partial: int = 0
     error: ApiError | None = None
     gone: bool = False
@@ -299,7 +303,9 @@ class _Served:
     def record(self, *, started: bool) -> RequestRecord:
         now = perf_counter()
         results = [self.results[key] for key in sorted(self.results)]
-        total = SpeculationStats() if not results else replies.summed(results)
+        total = replies.summed(results)
+        for stats in self.cut:
+            total.add(stats)
         status = 200
         if not started and self.error is not None:
             status = self.error.status
@@ -537,7 +543,10 @@ class _Door:
             )
         finally:
             if len(served.results) < len(answers):
-                self._engine.abort(job)
+                command = self._engine.abort(job)
+                if job.num_open:
+                    await _carried_out(command)
+                served.cut = list(job.cut.values())
 
     def _prepare(self, asked: Asked) -> tuple[list[list[int]], ChatPrompt | None]:
         """The prompts as ids; off the loop, since texts may be long."""
@@ -766,6 +775,12 @@ def _looked_at(future: asyncio.Future[Grammar]) -> None:
     """Take note of an error nobody waits for any more."""
     if not future.cancelled():
         future.exception()
+
+
+async def _carried_out(command: Future[None]) -> None:
+    """Wait until the engine's thread did something, unless it is stuck or over."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(asyncio.wrap_future(command), _ABORT_SECONDS)
 
 
 async def _while_connected(

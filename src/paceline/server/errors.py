@@ -6,7 +6,10 @@ from typing import Any
 
 from paceline.types import PacelineError
 
-__all__ = ["ApiError", "overloaded", "shutting_down", "unavailable"]
+__all__ = ["ApiError", "crowded", "overloaded", "shutting_down", "unavailable"]
+
+
+_MAX_MESSAGE = 800
 
 
 class ApiError(PacelineError):
@@ -14,7 +17,7 @@ class ApiError(PacelineError):
 
     Attributes:
         status: of HTTP.
-        message: for people.
+        message: for people; cut where it is long, since it may quote what was given.
         param: the field that is wrong, or None.
         code: for programs, or None.
         headers: further ones of the response.
@@ -29,6 +32,8 @@ class ApiError(PacelineError):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
+        if len(message) > _MAX_MESSAGE:
+            message = f"{message[:_MAX_MESSAGE]}..."
         super().__init__(message)
         self.status = status
         self.message = message
@@ -62,6 +67,16 @@ def overloaded(seconds: int) -> ApiError:
         f"the queue is full; come again in {seconds} s",
         code="queue_full",
         headers={"retry-after": str(seconds)},
+    )
+
+
+def crowded(most: int) -> ApiError:
+    """More connections are open than may be."""
+    return ApiError(
+        503,
+        f"more than {most} connections are open; close some or come again",
+        code="too_many_connections",
+        headers={"retry-after": "1", "connection": "close"},
     )
 
 

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import h11
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paceline.server.engine_thread import EngineThread
+from paceline.server.errors import ApiError, crowded
 
 __all__ = ["HttpServer", "http_server"]
 
 HEADER_SECONDS = 20.0
-"""Longest time for the header of a connection's first request to arrive."""
+"""Longest time for a request's header to arrive, from the connection or the header's first byte."""
 
 HEADER_BYTES = 32 * 1024
 """Most bytes of a request's header."""
@@ -29,13 +32,13 @@ _SPARE_SECONDS = 5
 
 
 class _Protocol(H11Protocol):
-    """Ends connections whose header does not come."""
+    """Ends connections whose header does not come, and says what is no HTTP in OpenAI's shape."""
 
     _waiting: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._waiting = self.loop.call_later(HEADER_SECONDS, self._too_late)
+        self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait_no_more()
@@ -43,8 +46,41 @@ class _Protocol(H11Protocol):
 
     def handle_events(self) -> None:
         super().handle_events()
-        if self.cycle is not None:
+        if self.transport.is_closing():
+            return
+        if self._waits_for_header():
+            self._wait()
+        elif self.cycle is not None:
             self._wait_no_more()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what cannot be read as a request, and hang up."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            # Another answer has begun; it ends here.
+            self.transport.close()
+            return
+        error = ApiError(400, msg, code="invalid_http")
+        body = json.dumps(error.to_dict()).encode()
+        fields = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        for event in (
+            h11.Response(status_code=400, headers=fields, reason=b"Bad Request"),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _waits_for_header(self) -> bool:
+        """Whether a part of a header is there and nothing else."""
+        return self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
+
+    def _wait(self) -> None:
+        if self._waiting is None:
+            self._waiting = self.loop.call_later(HEADER_SECONDS, self._too_late)
 
     def _wait_no_more(self) -> None:
         if self._waiting is not None:
@@ -55,9 +91,29 @@ class _Protocol(H11Protocol):
         self._waiting = None
         if self.transport.is_closing():
             return
-        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+        if self._waits_for_header():
             self.send_400_response("The request's header did not come in time.")
         self.transport.close()
+
+
+class _Crowd:
+    """The application, or a refusal where more connections are open than may be.
+
+    uvicorn's own limit would be told as plain text.
+    """
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app = app
+        self._most = most
+        self.connections: Collection[object] = ()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or len(self.connections) <= self._most:
+            await self._app(scope, receive, send)
+            return
+        error = crowded(self._most)
+        answer = JSONResponse(error.to_dict(), status_code=error.status, headers=error.headers)
+        await answer(scope, receive, send)
 
 
 class HttpServer(uvicorn.Server):
@@ -123,8 +179,9 @@ def http_server(
         on_ready: called with the port once connections are taken.
     """
     protocol: Any = _Protocol
+    crowd = _Crowd(app, max_connections)
     config = uvicorn.Config(
-        app,
+        crowd,
         host=host,
         port=port,
         http=protocol,
@@ -133,9 +190,10 @@ def http_server(
         log_config=None,
         access_log=False,
         server_header=False,
-        limit_concurrency=max_connections,
         h11_max_incomplete_event_size=HEADER_BYTES,
         timeout_graceful_shutdown=math.ceil(shutdown_seconds) + _SPARE_SECONDS,
     )
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    return HttpServer(config, engine, shutdown_seconds=shutdown_seconds, on_ready=on_ready)
+    server = HttpServer(config, engine, shutdown_seconds=shutdown_seconds, on_ready=on_ready)
+    crowd.connections = server.server_state.connections
+    return server

@@ -21,6 +21,9 @@ All others are refused by name. Those that OpenAI's service knows and this one c
 given the value that asks for nothing: best_of (that of n), suffix (empty), modalities (text only),
 audio, functions, function_call, verbosity, web_search_options, moderation (not at all).
 
+Within response_format, stream_options, tools, tool_choice, thinking and chat_template_kwargs the
+same holds: what is not served is refused by name. A tool's function is said to the model as it is.
+
 Differences: `model` may be left out; `temperature` has no upper limit; without a limit a chat's
 answer may fill the context; `max_tokens` is cut to the context.
 """
@@ -28,6 +31,7 @@ answer may fill the context; `max_tokens` is cut to the context.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -40,7 +44,10 @@ __all__ = [
     "CHAT_FIELDS",
     "COMPLETION_FIELDS",
     "DETOKENIZE_FIELDS",
+    "EFFORTS",
     "IGNORED",
+    "MAX_INTEGER",
+    "NOT_SERVED",
     "TOKENIZE_FIELDS",
     "Asked",
     "Limits",
@@ -129,7 +136,7 @@ IGNORED = frozenset(
     }
 )
 """Taken without effect."""
-_NOT_SERVED = frozenset(
+NOT_SERVED = frozenset(
     {
         "best_of",
         "suffix",
@@ -142,7 +149,11 @@ _NOT_SERVED = frozenset(
         "moderation",
     }
 )
+"""Of OpenAI's service, and refused here unless they ask for nothing."""
 _STREAM_OPTIONS = frozenset({"include_usage", "include_obfuscation", "continuous_usage_stats"})
+
+MAX_INTEGER = 2**63 - 1
+"""Largest number without a fraction that is taken, but for seeds."""
 
 DEFAULT_TEMPERATURE = 1.0
 """OpenAI's; the library's own default is greedy."""
@@ -150,6 +161,16 @@ DEFAULT_MAX_TOKENS = 16
 """OpenAI's, of completions."""
 
 _EFFORTS_WITHOUT_TEXT = ("minimal", "low", "medium", "high", "xhigh")
+EFFORTS = ("none", *_EFFORTS_WITHOUT_TEXT, "max")
+"""Words for `reasoning_effort` that some layout or the official service has."""
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,18}")
+
+_SHAPE_KEYS = frozenset({"type", "json_schema"})
+_SCHEMA_KEYS = frozenset({"name", "description", "schema", "strict"})
+_TOOL_KEYS = frozenset({"type", "function"})
+_CHOICE_KEYS = frozenset({"type", "function"})
+_THINKING_KEYS = frozenset({"type"})
+_TEMPLATE_KEYS = frozenset({"thinking", "enable_thinking"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +265,7 @@ def read_json(body: bytes) -> dict[str, Any]:
         raise ValueError(f"{constant} is no JSON")
 
     try:
-        given = json.loads(body, parse_constant=refuse)
+        given = json.loads(body, parse_constant=refuse, parse_float=_number)
     except RecursionError:
         raise ApiError(400, "the body nests too deep", code="invalid_json") from None
     except ValueError as error:
@@ -252,6 +273,12 @@ def read_json(body: bytes) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
     return given
+
+
+def _number(text: str) -> float | int:
+    """A number with a point or an exponent; JSON does not tell 2.0 from 2."""
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) <= MAX_INTEGER else value
 
 
 def refuse_unknown(body: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
@@ -263,9 +290,9 @@ def refuse_unknown(body: Mapping[str, Any], known: frozenset[str]) -> dict[str, 
     for name, value in body.items():
         if name in known or name in IGNORED:
             continue
-        if name in _NOT_SERVED:
+        if name in NOT_SERVED:
             neutral = {"best_of": body.get("n") or 1, "suffix": "", "modalities": ["text"]}
-            if value is None or value == neutral.get(name):
+            if value is None or (value == neutral.get(name) and not isinstance(value, bool)):
                 continue
             raise ApiError(
                 400,
@@ -273,12 +300,7 @@ def refuse_unknown(body: Mapping[str, Any], known: frozenset[str]) -> dict[str, 
                 param=name,
                 code="unsupported_parameter",
             )
-        raise ApiError(
-            400,
-            f"unrecognized request argument supplied: {name[:80]}",
-            param=name[:80],
-            code="unknown_parameter",
-        )
+        raise _unknown(name[:80])
     return {name: value for name, value in body.items() if value is not None and name in known}
 
 
@@ -348,21 +370,19 @@ def read_chat(body: Mapping[str, Any], limits: Limits) -> Asked:
         limits,
         max_tokens=limits.max_seq_len if newer is None else newer,
         logprobs=given.get("top_logprobs", 0) if wants else None,
+        called={
+            "logprobs": "top_logprobs",
+            **({"max_tokens": "max_completion_tokens"} if max_tokens is None else {}),
+        },
         **shape,
     )
-    tools, spec = _tools(given, limits)
-    grammar = _spec(params)
-    if tools and grammar is not None:
-        raise ApiError(
-            400,
-            "tools and a form of the answer are both given; allowed is one, or tool_choice='none'",
-            param="response_format",
-        )
+    form = _spec(params)
+    tools, calls = _tools(given, limits, form)
     thinking, effort = _thinking(given)
     return Asked(
         kind="chat",
         params=params,
-        grammar=spec or grammar,
+        grammar=calls or form,
         messages=messages,
         thinking=thinking,
         effort=effort,
@@ -381,19 +401,12 @@ def _common(given: dict[str, Any]) -> dict[str, Any]:
         raise ApiError(400, "stream_options must be an object", param="stream_options")
     if options and not stream:
         raise ApiError(400, "stream_options needs stream=true", param="stream_options")
-    for name in options:
-        if name not in _STREAM_OPTIONS:
-            raise ApiError(
-                400,
-                f"unrecognized request argument supplied: stream_options.{name[:80]}",
-                param=f"stream_options.{name[:80]}",
-                code="unknown_parameter",
-            )
+    _check_keys(options, _STREAM_OPTIONS, "stream_options")
     return {
         "model": model_of(given),
         "stream": stream,
-        "include_usage": flag(options, "include_usage"),
-        "continuous_usage": flag(options, "continuous_usage_stats"),
+        "include_usage": flag(options, "include_usage", within="stream_options"),
+        "continuous_usage": flag(options, "continuous_usage_stats", within="stream_options"),
         "allow_special": flag(given, "allow_special"),
         "return_token_ids": flag(given, "return_token_ids"),
         "return_pieces": flag(given, "return_pieces"),
@@ -412,8 +425,16 @@ def model_of(given: Mapping[str, Any]) -> str | None:
     return model
 
 
-def flag(given: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+def flag(
+    given: Mapping[str, Any], name: str, *, default: bool = False, within: str | None = None
+) -> bool:
     """A field that is true or false.
+
+    Args:
+        given: what has the field.
+        name: of the field.
+        default: where it is not given.
+        within: what `given` is, where it is not the body.
 
     Raises:
         ApiError: 400, it is neither.
@@ -422,11 +443,31 @@ def flag(given: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise ApiError(400, f"{name} is {value!r:.80}; allowed is true or false", param=name)
+        where = name if within is None else f"{within}.{name}"
+        raise ApiError(400, f"{where} is {value!r:.80}; allowed is true or false", param=where)
     return value
 
 
-def _params(given: dict[str, Any], limits: Limits, **more: Any) -> SamplingParams:
+def _check_keys(given: Mapping[str, Any], known: frozenset[str], within: str) -> None:
+    """Refuse by name what a field has beyond what is served of it; null is not given."""
+    for name, value in given.items():
+        if name not in known and value is not None:
+            raise _unknown(f"{within}.{name[:80]}")
+
+
+def _unknown(name: str) -> ApiError:
+    message = f"unrecognized request argument supplied: {name}"
+    return ApiError(400, message, param=name, code="unknown_parameter")
+
+
+def _params(
+    given: dict[str, Any],
+    limits: Limits,
+    *,
+    called: Mapping[str, str] | None = None,
+    **more: Any,
+) -> SamplingParams:
+    """Parameters of a body; `called` is what the body calls those that it has by other names."""
     _check_stops(given.get("stop"), limits)
     for name in ("bad_words", "choice"):
         words = given.get(name)
@@ -442,7 +483,7 @@ def _params(given: dict[str, Any], limits: Limits, **more: Any) -> SamplingParam
         # OpenAI's seeds have a sign.
         seed += 2**64
     for name, value in given.items():
-        if name != "seed" and isinstance(value, int) and abs(value) >= 2**63:
+        if name != "seed" and isinstance(value, int) and abs(value) > MAX_INTEGER:
             raise ApiError(400, f"{name} has more than 63 bits", param=name)
     values = {
         "temperature": DEFAULT_TEMPERATURE,
@@ -454,7 +495,12 @@ def _params(given: dict[str, Any], limits: Limits, **more: Any) -> SamplingParam
     try:
         return SamplingParams(**values)
     except (RequestError, UnsupportedError) as error:
-        raise ApiError(400, str(error), param=_named(error)) from None
+        message = str(error)
+        param = _named(error)
+        if param is not None and called is not None and param in called:
+            message = called[param] + message.removeprefix(param)
+            param = called[param]
+        raise ApiError(400, message, param=param) from None
     except OverflowError:
         raise ApiError(400, "a number is too large for a float") from None
 
@@ -490,12 +536,9 @@ def _biases(given: object) -> dict[int, Any] | None:
         return None
     if not isinstance(given, dict):
         raise ApiError(400, "logit_bias must be an object of ids and numbers", param="logit_bias")
-    try:
-        return {int(token): bias for token, bias in given.items()}
-    except ValueError:
-        raise ApiError(
-            400, "logit_bias has a key that is no token id", param="logit_bias"
-        ) from None
+    if not all(map(_TOKEN_ID.fullmatch, given)):
+        raise ApiError(400, "logit_bias has a key that is no token id", param="logit_bias")
+    return {int(token): bias for token, bias in given.items()}
 
 
 def _spec(params: SamplingParams) -> GrammarSpec | None:
@@ -571,6 +614,9 @@ def _shape(given: dict[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any] | N
     if shape is None:
         return {}, None
     kind = shape.get("type") if isinstance(shape, dict) else None
+    if isinstance(shape, dict):
+        known = _SHAPE_KEYS if kind == "json_schema" else _SHAPE_KEYS - {"json_schema"}
+        _check_keys(shape, known, "response_format")
     if kind == "text":
         return {}, None
     if kind == "json_object":
@@ -582,7 +628,11 @@ def _shape(given: dict[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any] | N
             param="response_format",
         )
     named = shape.get("json_schema")
-    schema = named.get("schema") if isinstance(named, dict) else None
+    schema = None
+    if isinstance(named, dict):
+        _check_keys(named, _SCHEMA_KEYS, "response_format.json_schema")
+        flag(named, "strict", within="response_format.json_schema")
+        schema = named.get("schema")
     if not isinstance(schema, dict):
         raise ApiError(
             400,
@@ -592,13 +642,20 @@ def _shape(given: dict[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any] | N
     return {"json_schema": schema}, schema
 
 
-def _tools(given: dict[str, Any], limits: Limits) -> tuple[list[Any], GrammarSpec | None]:
-    """The tools the model is told of, and the grammar that makes it call one, or None."""
+def _tools(
+    given: dict[str, Any], limits: Limits, form: GrammarSpec | None
+) -> tuple[list[Any], GrammarSpec | None]:
+    """The tools the model is told of, and the grammar of its calls, or None.
+
+    With a form the answer is calls or has it; where calls must come the form is of no effect.
+    """
     tools = given.get("tools", [])
     if not isinstance(tools, list) or len(tools) > limits.tools:
         raise ApiError(
             400, f"tools must be a list of at most {limits.tools} functions", param="tools"
         )
+    for number, tool in enumerate(tools):
+        _check_tool(tool, f"tools[{number}]")
     choice = given.get("tool_choice", "auto" if tools else "none")
     named = _tool_named(choice)
     if choice not in ("none", "auto", "required") and named is None:
@@ -622,12 +679,50 @@ def _tools(given: dict[str, Any], limits: Limits) -> tuple[list[Any], GrammarSpe
             return tools, GrammarSpec.tool_calls(chosen, at_once=True)
     except RequestError as error:
         raise ApiError(400, str(error), param="tools") from None
+    if form is not None and choice == "auto":
+        return tools, _either(tools, form)
     strict = any(tool["function"].get("strict") is True for tool in tools)
     return tools, whole if choice == "required" or strict else None
 
 
+def _either(tools: list[Any], form: GrammarSpec) -> GrammarSpec:
+    try:
+        return GrammarSpec.tool_calls(tools, form=form)
+    except RequestError as error:
+        raise ApiError(400, str(error), param=form.kind) from None
+
+
+def _check_tool(tool: object, where: str) -> None:
+    """What is not said to the model and would otherwise have no effect; the rest is its grammar's.
+
+    Raises:
+        ApiError: 400.
+    """
+    if not isinstance(tool, dict):
+        return
+    kind = tool.get("type", "function")
+    if kind != "function":
+        raise ApiError(
+            400, f"{where}.type is {kind!r:.80}; allowed is 'function'", param=f"{where}.type"
+        )
+    _check_keys(tool, _TOOL_KEYS, where)
+    function = tool.get("function")
+    if isinstance(function, dict):
+        flag(function, "strict", within=f"{where}.function")
+        parameters = function.get("parameters")
+        if parameters is not None and not isinstance(parameters, dict):
+            raise ApiError(
+                400,
+                f"{where}.function.parameters is {parameters!r:.80}; allowed is a JSON schema",
+                param=f"{where}.function.parameters",
+            )
+
+
 def _tool_named(choice: object) -> str | None:
-    function = choice.get("function") if isinstance(choice, dict) else None
+    if not isinstance(choice, dict) or choice.get("type", "function") != "function":
+        return None
+    _check_keys(choice, _CHOICE_KEYS, "tool_choice")
+    function = choice.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else None
 
@@ -639,23 +734,21 @@ def _thinking(given: dict[str, Any]) -> tuple[bool, str | None]:
         raise ApiError(400, "reasoning_effort must be a string", param="reasoning_effort")
     thinking: object = given.get("thinking")
     if isinstance(thinking, dict):
+        _check_keys(thinking, _THINKING_KEYS, "thinking")
         kind = thinking.get("type")
         thinking = kind == "enabled" if kind in ("enabled", "disabled") else thinking
     options = given.get("chat_template_kwargs", {})
-    if not isinstance(options, dict) or set(options) - {"thinking", "enable_thinking"}:
-        raise ApiError(
-            400,
-            "chat_template_kwargs must be an object; served in it is thinking",
-            param="chat_template_kwargs",
-        )
-    for name in ("thinking", "enable_thinking"):
-        if thinking is None:
-            thinking = options.get(name)
-    if thinking is None:
-        thinking = effort not in (None, "none")
-    if not isinstance(thinking, bool):
+    if not isinstance(options, dict):
+        raise ApiError(400, "chat_template_kwargs must be an object", param="chat_template_kwargs")
+    _check_keys(options, _TEMPLATE_KEYS, "chat_template_kwargs")
+    said = [thinking, *(options.get(name) for name in sorted(_TEMPLATE_KEYS))]
+    said = [one for one in said if one is not None]
+    if not all(isinstance(one, bool) for one in said):
         raise ApiError(400, "thinking must be true or false", param="thinking")
-    return thinking, None if effort == "none" else effort
+    if len(set(said)) > 1:
+        raise ApiError(400, "thinking is given as true and as false", param="thinking")
+    wants = bool(said[0]) if said else effort not in (None, "none")
+    return wants, None if effort == "none" else effort
 
 
 def effort_text(effort: str | None, served: Sequence[str]) -> str | None:
