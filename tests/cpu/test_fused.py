@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support import (
     CPU,
     Rig,
@@ -24,7 +26,9 @@ from support import (
 )
 
 from paceline.cache.drafter import DrafterRing
-from paceline.draft.deepseek_v4 import DeepseekV4MtpHead
+from paceline.draft.deepseek_v4 import DeepseekV4MtpHead, _least_log_prob
+from paceline.draft.verify import greedy
+from paceline.engine.graphs import EagerCapture, GraphedDraftRunner
 from paceline.models.deepseek_v4.checkpoint import Weights, load_weights
 from paceline.models.deepseek_v4.synth import preset_config, write_synthetic
 from paceline.models.step import ChainingMtpBlock, MtpInputs
@@ -160,6 +164,57 @@ def test_only_the_rows_asked_for_are_returned(fused: Rig) -> None:
     out = fused.built.model.forward(none, fused.pools)
     assert out.logits.shape == (0, fused.config.vocab_size)
     assert out.hiddens.shape[0] == 0
+
+
+def test_the_same_inputs_may_be_run_again_whatever_ran_between(
+    weights: Weights, fused: Rig
+) -> None:
+    """An engine's inputs are the same objects for every step of a shape, over other numbers."""
+    rig = make_rig(weights, weights.config, backend="fused", num_threads=1)
+    model, pools = rig.built.model, rig.pools
+    ids = ids_of(40, seed=12)
+    one, two = rig.step((0, 0, ids[:1])), rig.step((1, 0, ids[:3]))
+    for step, slot, width in ((one, 0, 1), (two, 1, 3)):
+        want = fused.run((slot, 0, ids[:width]))
+        assert torch.equal(model.forward(step, pools).logits, want[0])
+        assert torch.equal(model.forward(step, pools).hiddens, want[1])
+    other = dataclasses.replace(
+        pools, **{f: torch.zeros_like(getattr(pools, f)) for f in ("window", "raw4_kv", "rows4")}
+    )
+    model.forward(two, other)
+    long = rig.step((2, 0, ids_of(300, seed=3)))
+    # First the memory of streams moves, then that of logits too.
+    for token, wanted in zip(ids[5:7], (long.logits_rows[:1], long.logits_rows), strict=True):
+        model.forward(dataclasses.replace(long, logits_rows=wanted), pools)
+        one.ids.fill_(token)
+        for step, slot, tokens in ((one, 0, [token]), (two, 1, ids[:3]), (one, 0, [token])):
+            want = fused.run((slot, 0, tokens))
+            out = model.forward(step, pools)
+            assert torch.equal(out.logits, want[0])
+            assert torch.equal(out.hiddens, want[1])
+    assert other.window[:, 1].count_nonzero()
+
+
+def test_picks_are_the_largest_logits(tmp_path: Path) -> None:
+    """Of a vocabulary that is no multiple of a panel, with ties and with what is not finite."""
+    weights = load_weights(write_tiny(tmp_path, vocab_size=333))
+    head = weights["head.weight"].clone()
+    head[320] = head[40] = head[70] = 3 * head[41]
+    rigs = []
+    for value in (None, math.nan, math.inf):
+        changed = {**weights, "head.weight": head.clone()}
+        if value is not None:
+            changed["head.weight"][331] = value
+        rigs.append(make_rig(changed, weights.config, backend="fused", num_threads=2))
+    ids = ids_of(70, seed=5)
+    for rig in rigs:
+        out = rig.built.model.forward(rig.step((0, 0, ids)), rig.pools)
+        assert out.picks is not None
+        broken = rig is not rigs[0]
+        assert out.picks.tolist() == ([-1] * 70 if broken else out.logits.argmax(-1).tolist())
+        drafts = [ids[1:4], [], ids[9:12]]
+        assert greedy(out.logits, drafts, picks=out.picks) == greedy(out.logits, drafts)
+    assert 40 in out.logits[:, :331].argmax(-1).tolist()
 
 
 def test_ties_in_the_indexer_go_to_the_lower_row(weights: Weights) -> None:
@@ -328,25 +383,32 @@ def test_a_chain_ends_at_an_unlikely_draft_and_at_nan(fused: Rig) -> None:
 
 
 @pytest.mark.parametrize("least", [0.0, 0.004, 1.0])
+@pytest.mark.parametrize("vocab", [0, 200])
 def test_head_proposes_alike_with_and_without_the_chain(
-    weights: Weights, fused: Rig, least: float
+    weights: Weights, fused: Rig, vocab: int, least: float
 ) -> None:
-    """In a batch the head goes step by step, alone in one call; both stop at unlikely drafts."""
+    """In a batch the head goes step by step, alone in one call; captured chains are one program.
+
+    All stop at unlikely drafts, and what they measure has the same bits.
+    """
     built, config = fused.built, fused.config
     assert built.mtp is not None
     answers = []
-    for together in (True, False):
+    for way in ("together", "alone", "captured"):
         head = DeepseekV4MtpHead.new(
             built.mtp,
             built.embed_tokens,
             built.lm_head,
             config,
-            0,
+            vocab,
             512,
             num_slots=2,
             confidence=True,
             min_probability=least,
         )
+        if way == "captured":
+            binding = head.circuit_draft()
+            head.set_circuit_draft(GraphedDraftRunner(binding, EagerCapture()))
         states = [head.alloc_state(), head.alloc_state()]
         requests = []
         for n, state in enumerate(states):
@@ -362,13 +424,14 @@ def test_head_proposes_alike_with_and_without_the_chain(
                     history=[*prompt, 9],
                 )
             )
-        if together:
+        if way != "alone":
             answers.append(head.propose_batch(requests, states))
         else:
             answers.append([head.propose(r, s) for r, s in zip(requests, states, strict=True)])
-    for one, other in zip(*answers, strict=True):
-        assert one.tokens == other.tokens
-        assert one.confidence == pytest.approx(other.confidence, abs=1e-5)
+    for one, *others in zip(*answers, strict=True):
+        for other in others:
+            assert one.tokens == other.tokens
+            assert one.confidence == other.confidence
         assert len(one.tokens) == (4 if least == 0 else 0 if least == 1 else len(one.tokens))
 
 
@@ -391,6 +454,42 @@ def test_dense_equals_the_twin(dtype: torch.dtype) -> None:
     assert fused.matmul(x[:0]).shape == (0, 200)
     ids = torch.tensor([5, 199, 5])
     assert torch.equal(fused.gather(ids), twin.gather(ids))
+
+
+@pytest.mark.parametrize("width", [200, 512, 1200])
+def test_measured_logits_equal_the_twin(width: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    table = torch.randn(1280, 32, generator=generator)
+    fused = numba_cpu.FusedDense(table, num_threads=2)
+    twin = DenseWeight(table, dtype=torch.float32)
+    # A row of the product is longer than what counts of it, and what follows does not count.
+    logits = (4 * torch.randn(9, 1280, generator=generator))[:, :width]
+    logits[:, width:] = 50.0
+    logits[1, :150] = -math.inf
+    logits[2] -= 1e30
+    logits[3, 7], logits[4, width - 1], logits[5, 3] = math.nan, math.nan, math.inf
+    logits[6] = -math.inf
+    logits[7, : min(width - 1, 1024)] = -math.inf
+    best = logits.max(-1)[0]
+    every = fused.log_prob_of_best(logits, best)
+    assert every[3:7].tolist() == [-math.inf] * 4
+    good = [0, 1, 2, 7, 8]
+    assert torch.allclose(every[good], twin.log_prob_of_best(logits, best)[good], atol=2e-6)
+    for row in range(9):
+        alone = fused.log_prob_of_best(logits[row : row + 1], best[row : row + 1])
+        assert torch.equal(alone, every[row : row + 1])
+    assert fused.log_prob_of_best(logits[:0], best[:0]).shape == (0,)
+
+
+@given(st.floats(1e-30, 1, exclude_min=True), st.floats(-70, 0, width=32))
+def test_a_least_probability_decides_alike_in_both_precisions(
+    probability: float, log_prob: float
+) -> None:
+    limit = _least_log_prob(probability)
+    assert limit == float(np.float32(limit))
+    for near in (log_prob, limit, float(np.nextafter(np.float32(limit), np.float32(-np.inf)))):
+        assert (near >= limit) == (near >= math.log(probability))
+    assert _least_log_prob(0.0) == -math.inf
 
 
 # ------------------------------------------------------------------------------------- packing

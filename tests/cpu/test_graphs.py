@@ -149,27 +149,6 @@ def test_prompt_pieces_ride_along_and_wide_steps_run_as_they_are(
             assert (one and (one.verdict, one.drafts)) == (other and (other.verdict, other.drafts))
 
 
-def test_edited_logits_are_judged_anew(model: TargetModel, config: ModelConfig) -> None:
-    bench = Bench.new(model, config, capture=EagerCapture())
-    bench.open(2)
-    output = bench.runner.run([bench.row(2, [9, 10, 11])])
-    before = bench.runner.read_verdicts()[0]
-    assert before is not None
-    row = before.verdict.num_accepted
-    output.logits[row, before.verdict.next_token] = -math.inf
-    again = bench.runner.read_verdicts()[0]
-    assert again is not None
-    assert again.verdict == before.verdict
-    after = bench.runner.read_verdicts(edited=True)[0]
-    assert after is not None
-    assert after.verdict.next_token == int(output.logits[row].argmax())
-    output.logits[row, 0] = math.nan
-    failed = bench.runner.read_verdicts(edited=True)[0]
-    assert failed is not None
-    assert failed.verdict == verify.greedy(output.logits, [[10, 11]])[0]
-    assert failed.verdict.error
-
-
 def test_captures_touch_no_sequence_and_happen_once(
     model: TargetModel, config: ModelConfig
 ) -> None:

@@ -62,7 +62,10 @@ class SequenceCache:
         Returns:
             False where the pool lacks them; nothing is taken then.
         """
-        taken = self._allocator.allocate(max(0, -(-tokens // BLOCK_TOKENS) - len(self.blocks)))
+        lacking = -(-tokens // BLOCK_TOKENS) - len(self.blocks)
+        if lacking <= 0:
+            return True
+        taken = self._allocator.allocate(lacking)
         if taken is None:
             return False
         self.blocks.extend(taken)

@@ -20,7 +20,7 @@ from paceline.draft.proposer import DraftBinding, DraftShape
 from paceline.models.step import MtpBlock, MtpInputs
 from paceline.ops.dense import DenseWeight
 
-__all__ = ["Columns", "DraftChain", "DraftScorer", "log_prob_of_best"]
+__all__ = ["Columns", "DraftChain", "DraftScorer"]
 
 _STAGES = 4
 """Uploads that may be on their way at once before the host waits for the oldest."""
@@ -87,24 +87,6 @@ class Columns:
             if done is None:
                 done = self._done[self._stage] = torch.Event("cuda")
             done.record()
-
-
-def log_prob_of_best(logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
-    """Log-probability of each row's largest logit, fp32 [R]; -inf where that is not finite.
-
-    On a CPU a row's bits do not depend on the other rows.
-
-    Args:
-        logits: [R, V] fp32.
-        best: [R] their maxima.
-    """
-    rows = logits.shape[0]
-    below = (logits - best[:, None]).exp()
-    if rows == 1 and below.device.type == "cpu":
-        # One sum is shared out among threads, several are not.
-        below = torch.cat((below, below))
-    total = below.sum(-1)[:rows]
-    return torch.where(torch.isfinite(best), -total.log(), -math.inf)
 
 
 class DraftScorer:
@@ -347,7 +329,7 @@ class DraftChain:
                 v.floors.copy_(torch.where(broken, keys + 1, 0))
             goes_on = live & finite
             if self._measure:
-                log_probs = log_prob_of_best(logits, best)
+                log_probs = scorer.table.log_prob_of_best(logits, best)
                 goes_on &= log_probs >= self._min_log_prob
                 v.log_probs[:, n] = log_probs
             chosen = scorer.ids_of(columns)

@@ -18,7 +18,7 @@ import torch
 
 from paceline.cache.drafter import DrafterRing
 from paceline.config import ModelConfig
-from paceline.draft.chain import Columns, DraftChain, DraftScorer, log_prob_of_best
+from paceline.draft.chain import Columns, DraftChain, DraftScorer
 from paceline.draft.proposer import DraftBinding, DraftProposer, DraftRunner, DraftShape
 from paceline.draft.verify import race_rows
 from paceline.models.step import ChainingMtpBlock, MtpBlock, MtpInputs
@@ -41,8 +41,6 @@ Law = npt.NDArray[np.float64] | None
 """What a draft was drawn from, by id, as `Draft.laws` has it."""
 
 _FREED = -1
-_LEEWAY = 1e-3
-"""How much less likely a draft the compiled chain goes on with; the exact limit is the head's."""
 
 
 class DeepseekV4MtpState:
@@ -185,7 +183,7 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         self._max_seq_len = max_seq_len
         self._fold_catchup = fold_catchup
         self._confidence = confidence
-        self._min_log_prob = math.log(min_probability) if min_probability else -math.inf
+        self._min_log_prob = _least_log_prob(min_probability)
         self._measure = confidence or self._min_log_prob > -math.inf
         self._chaining: ChainingMtpBlock | None = None
         if isinstance(module, ChainingMtpBlock) and module.can_chain(
@@ -520,8 +518,7 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         """Return (key of the first row, a copy of all rows held [rows, head_dim] in order)."""
         self._learn(state)
         self._settle((state,))
-        places = self._places(state.first_key, state.last_key)
-        return state.first_key, self.ring.rows[state.slot, places]
+        return state.first_key, self._rows_of(state, state.first_key, state.last_key)
 
     # Handover
 
@@ -568,7 +565,7 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
             return False
         self._empty(state)
         first = last - kv.rows + 1
-        self.ring.rows[state.slot, self._places(first, last)] = held.rows
+        self.ring.rows[state.slot].index_copy_(0, self._places(first, last), held.rows)
         state.first_key = first
         state.last_key = state.exact_through = state.high_key = last
         del self._carried[kv.blocks[0]]
@@ -618,7 +615,7 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         first = max(state.first_key, last - most + 1)
         if last < first:
             return None
-        return self._carry(self.ring.rows[state.slot, self._places(first, last)], last)
+        return self._carry(self._rows_of(state, first, last), last)
 
     # Capture
 
@@ -642,6 +639,10 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
     def _places(self, first: int, last: int) -> torch.Tensor:
         """Ring rows of keys first .. last."""
         return torch.arange(first, last + 1, device=self._device) % self._ring_rows
+
+    def _rows_of(self, state: DeepseekV4MtpState, first: int, last: int) -> torch.Tensor:
+        """A copy of the rows of keys first .. last, [rows, head_dim]."""
+        return self.ring.rows[state.slot].index_select(0, self._places(first, last))
 
     def _empty(self, state: DeepseekV4MtpState) -> None:
         """Make a state hold nothing, as freshly allocated."""
@@ -724,8 +725,9 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         slots[:count] = state.slot
         first_keys[:count] = self._mark_written(state, last)
         state.last_key = state.exact_through = last
-        self._hiddens[:count].copy_(hiddens)
-        self.module.write_rows(self._inputs(count), self.ring)
+        # Read where they lie: a copy of a window of them would wake the threads of torch, which
+        # then spin beside those of the block.
+        self.module.write_rows(self._inputs(count, hiddens), self.ring)
         return count
 
     def _settle(self, states: Sequence[DeepseekV4MtpState]) -> None:
@@ -752,12 +754,13 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
         state.pending.clear()
         return count
 
-    def _inputs(self, count: int) -> MtpInputs:
+    def _inputs(self, count: int, hiddens: torch.Tensor | None = None) -> MtpInputs:
+        """Inputs of the first `count` rows; with `hiddens` instead of the head's own copies."""
         self._rows.upload()
         ids, keys, slots, first_keys = (column[:count] for column in self._rows.on_device)
         return MtpInputs(
             embeds=self._embed_tokens.gather(ids),
-            hiddens=self._hiddens[:count],
+            hiddens=self._hiddens[:count] if hiddens is None else hiddens.to(self._hiddens.dtype),
             keys=keys,
             slots=slots,
             first_keys=first_keys,
@@ -1121,14 +1124,9 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
             num_rows=self._scorer.width,
             column_ids=self._scorer.column_ids,
             count=wanted[i],
-            min_log_prob=self._min_log_prob - _LEEWAY,
+            min_log_prob=self._min_log_prob,
         )
-        measured = [log_prob for _, log_prob in drawn]
-        if self._measure:
-            # The bits every other way of drafting gives.
-            logits = self._chaining.chain_logits(len(drawn))
-            measured = log_prob_of_best(logits, logits.max(-1)[0]).tolist()
-        for n, ((token, _), log_prob) in enumerate(zip(drawn, measured, strict=True)):
+        for n, (token, log_prob) in enumerate(drawn):
             if n:
                 state.last_key += 1
                 self._mark_written(state, state.last_key)
@@ -1233,7 +1231,7 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
                 ids[row] = sampler.pick(scores, drafted=drafted[i], mask=mask)
         if not self._measure:
             return _Picked(ids, None, None)
-        measured: list[float] = log_prob_of_best(
+        measured: list[float] = self._scorer.table.log_prob_of_best(
             logits, torch.from_numpy(best).to(logits.device)
         ).tolist()
         own = list(measured)
@@ -1266,6 +1264,20 @@ class DeepseekV4MtpHead(DraftProposer[DeepseekV4MtpState]):
             return {}
         picks = race_rows(logits[list(keys)], list(keys.values()), temperatures)
         return dict(zip(keys, picks, strict=True))
+
+
+def _least_log_prob(probability: float) -> float:
+    """The least fp32 number that is no less than the logarithm of a probability.
+
+    Held against fp32 numbers it decides alike wherever it is compared, in fp32 too.
+    """
+    if not probability:
+        return -math.inf
+    exact = math.log(probability)
+    near = np.float32(exact)
+    if float(near) < exact:
+        near = np.nextafter(near, np.float32(math.inf))
+    return float(near)
 
 
 def _forced_rest(grammar: GrammarCursor, room: int) -> list[int]:

@@ -728,15 +728,19 @@ class LengthController:
             entries = sorted(entry for entry in entries if entry[0] < -_NO_CHANCE)
         found = (0, 0)
         best = best_tokens = 0.0
-        sum_tokens, sum_drafts = tokens, drafts
+        if num == 1:
+            # The chain's own prefixes: each bound adds one draft.
+            sum_tokens = tokens
+            for cap, (minus, _, _) in enumerate(entries, start=1):
+                sum_tokens -= minus
+                value = sum_tokens / (rows[cap] + (first + each_pass * cap) + each_draft * cap)
+                if value > best:
+                    best, best_tokens, found = value, sum_tokens, (cap, cap)
+            deepest = 0
         for cap in range(1, deepest + 1):
             over = first + each_pass * max(cap, depth)
-            if num == 1:
-                # The chain's own prefixes: each bound adds one draft.
-                tried = entries[cap - 1 : cap]
-            else:
-                tried = [entry for entry in entries if entry[1] < cap]
-                sum_tokens, sum_drafts = tokens, drafts
+            tried = [entry for entry in entries if entry[1] < cap]
+            sum_tokens, sum_drafts = tokens, drafts
             peak = 0.0
             for minus, _, _ in tried:
                 sum_tokens -= minus

@@ -57,6 +57,7 @@ def greedy(
     drafts: Sequence[Sequence[int]],
     *,
     offsets: Sequence[int] | None = None,
+    picks: npt.NDArray[np.int64] | None = None,
 ) -> list[Verdict]:
     """Accept each sequence's leading drafts that are the target's own choice.
 
@@ -65,6 +66,7 @@ def greedy(
         drafts: [i] drafts of sequence i, possibly none.
         offsets: [i] first of the len(drafts[i]) + 1 rows of sequence i; None: they follow one
             another from row 0.
+        picks: [L] each row's largest logit where the model found it, as `TargetOutput` has them.
 
     Returns:
         One verdict per sequence. Where the row that would give the next token is not finite,
@@ -74,7 +76,9 @@ def greedy(
         ValueError: a sequence's rows lie outside the logits.
     """
     starts = _starts(logits, drafts, offsets)
-    choices = greedy_tokens(logits)
+    choices: list[int] = [-1] if picks is None else picks.tolist()
+    if -1 in choices:
+        choices = greedy_tokens(logits)
     verdicts = []
     for start, draft in zip(starts, drafts, strict=True):
         accepted = 0

@@ -13,6 +13,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from paceline.cache.blocks import BLOCK_TOKENS
@@ -128,6 +130,9 @@ class Drafting:
         self._carried: dict[int, DrafterKv] = {}
         self._behind: set[int] = set()
         self._kept: torch.Tensor | None = None
+        self._kept_array: npt.NDArray[np.float32] | None = None
+        self._seen: torch.Tensor | None = None
+        self._seen_array: npt.NDArray[np.float32] | None = None
         self._kept_from = [0] * max_num_seqs
         # A proposer that catches up is told at once what was decoded without it.
         catches_up = type(proposer).catchup_drafter is not ContextFeed.catchup_drafter
@@ -487,21 +492,31 @@ class Drafting:
         """Copy the committed rows' streams, by position modulo the ring."""
         row, ring = fed.row, self._ring
         slot = row.sequence.handle.slot
-        kept = self._kept_memory(hiddens)
+        if self._kept is None:
+            self._kept = self._kept_memory(hiddens)
         committed = row.first + row.width + fed.accepted
         end = fed.end - len(fed.drafts) + fed.accepted
+        count = 1 + min(fed.accepted, ring - 1)
         if row.reads:
             self._kept_from[slot] = committed - 1
-            kept[slot, (committed - 1) % ring].copy_(hiddens[end - 1])
+            count = 1
+        array = self._kept_array
+        if array is None:
+            for back in range(1, count + 1):
+                self._kept[slot, (committed - back) % ring].copy_(hiddens[end - back])
             return
-        for back in range(min(fed.accepted, ring - 1) + 1):
-            kept[slot, (committed - 1 - back) % ring].copy_(hiddens[end - 1 - back])
+        if hiddens is not self._seen or self._seen_array is None:
+            self._seen, self._seen_array = hiddens, hiddens.numpy()
+        for back in range(1, count + 1):
+            array[slot, (committed - back) % ring] = self._seen_array[end - back]
 
     def _kept_memory(self, like: torch.Tensor) -> torch.Tensor:
-        if self._kept is None:
-            shape = (self._max_num_seqs, self._ring, *like.shape[-2:])
-            self._kept = torch.zeros(shape, dtype=like.dtype, device=like.device)
-        return self._kept
+        shape = (self._max_num_seqs, self._ring, *like.shape[-2:])
+        kept = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        if like.dtype == torch.float32 and like.device.type == "cpu" and not self._on_device:
+            # The same memory, at a fraction of the cost of three calls of torch in every step.
+            self._kept_array = kept.numpy()
+        return kept
 
     def _kept_row(self, sequence: Sequence, position: int) -> torch.Tensor:
         assert self._kept is not None, "nothing was kept before a proposal"
@@ -523,6 +538,10 @@ class Drafting:
             ring = self._kept[slot]
             if begin < end:
                 self._append(sequence, ring[begin:end], first)
+            elif self._kept_array is not None:
+                # So large a copy by torch would wake its own threads, which then spin.
+                parts = self._kept_array[slot, begin:], self._kept_array[slot, :end]
+                self._append(sequence, torch.from_numpy(np.concatenate(parts)), first)
             else:
                 self._append(sequence, torch.cat((ring[begin:], ring[:end])), first)
 

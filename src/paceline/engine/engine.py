@@ -269,6 +269,8 @@ class Engine:
         self._next_id = 0
         self.num_preemptions = 0
         self.speculation = SpeculationStats()
+        # Made once: to make one for every step would take longer than to schedule it.
+        self._inference_mode = torch.inference_mode()
         self._repeats = Repeats()
         self._told: set[str] = set()
 
@@ -364,7 +366,7 @@ class Engine:
             readers[shape] = grammar is not None
         for given, done in readers.items():
             asked = getattr(params, given)
-            if asked is not None and asked is not False and not done:
+            if asked is not None and asked is not False and asked != () and not done:
                 raise RequestError(
                     f"{given} is {getattr(params, given)!r}, but there is no tokenizer to read it "
                     "with; allowed is None"
@@ -492,7 +494,6 @@ class Engine:
                 _log.warning("%s: %s (said once)", alarm.name, alarm.message)
         return found
 
-    @torch.inference_mode()
     def step(self) -> list[Emission]:
         """Advance every running request; empty emissions where only prompts were read.
 
@@ -500,6 +501,10 @@ class Engine:
         error; both leave the others alone. An error of the forward itself is raised, and leaves
         every request as it was.
         """
+        with self._inference_mode:
+            return self._step()
+
+    def _step(self) -> list[Emission]:
         start = perf_counter()
         batch = self._scheduler.schedule()
         self._come_and_go(batch)
@@ -514,8 +519,9 @@ class Engine:
         except BaseException:
             self._drop(batch, drafts)
             raise
-        verdicts = self._verify(batch, drafts, rows, output.logits)
-        emissions = self._commit(batch, drafts, verdicts, rows, output)
+        starts = _first_logits(rows)
+        verdicts = self._verify(batch, drafts, starts, output)
+        emissions = self._commit(batch, drafts, verdicts, rows, starts, output)
         if batch.adapts:
             seconds = perf_counter() - start
             self.lengths.observe(_record(batch, drafts, verdicts, draft_seconds, seconds))
@@ -614,7 +620,7 @@ class Engine:
     # Verify
 
     def _verify(
-        self, batch: Batch, drafts: list[Draft], rows: list[RowInputs], logits: torch.Tensor
+        self, batch: Batch, drafts: list[Draft], starts: list[int], output: TargetOutput
     ) -> list[Verdict | None]:
         """A verdict per row that emits, None for the others.
 
@@ -623,7 +629,6 @@ class Engine:
         the verdicts and are put into `drafts`.
         """
         verdicts: list[Verdict | None] = [None] * len(drafts)
-        starts = _first_logits(rows)
         plain: list[int] = []
         ruled: list[int] = []
         for index, row in enumerate(batch.rows):
@@ -639,13 +644,16 @@ class Engine:
                         )
         elif plain:
             found = verify.greedy(
-                logits, [drafts[i].tokens for i in plain], offsets=[starts[i] for i in plain]
+                output.logits,
+                [drafts[i].tokens for i in plain],
+                offsets=[starts[i] for i in plain],
+                picks=output.picks,
             )
             for index, verdict in zip(plain, found, strict=True):
                 verdicts[index] = verdict
         if ruled:
             found = self._judge(
-                logits,
+                output.logits,
                 [drafts[i] for i in ruled],
                 [_sampler(batch.rows[i].sequence) for i in ruled],
                 [starts[i] for i in ruled],
@@ -688,6 +696,7 @@ class Engine:
         drafts: list[Draft],
         verdicts: list[Verdict | None],
         rows: list[RowInputs],
+        starts: list[int],
         output: TargetOutput,
     ) -> list[Emission]:
         """Keep what was verified, end what is done, then feed the drafters of what goes on.
@@ -700,7 +709,6 @@ class Engine:
         ending: list[Sequence] = []
         kept: list[tuple[Sequence, Snapshot, Fed | None]] = []
         end = 0
-        starts = _first_logits(rows)
         for row, proposed, verdict, given, start in zip(
             batch.rows, drafts, verdicts, rows, starts, strict=True
         ):
@@ -721,7 +729,9 @@ class Engine:
                     sequence,
                     draft[:accepted],
                     verdict,
-                    output.logits[start : start + given.num_logits],
+                    None
+                    if sequence.params.logprobs is None
+                    else output.logits[start : start + given.num_logits],
                     masks=row.masks,
                     num_drafted=_drafted(draft),
                     source=proposed.source,
@@ -763,7 +773,7 @@ class Engine:
         sequence: Sequence,
         accepted: list[int],
         verdict: Verdict,
-        logits: torch.Tensor,
+        logits: torch.Tensor | None,
         *,
         masks: list[Words] | None,
         num_drafted: int,
@@ -831,13 +841,14 @@ class Engine:
         self,
         sequence: Sequence,
         taken: list[int],
-        logits: torch.Tensor,
+        logits: torch.Tensor | None,
         masks: list[Words] | None,
     ) -> list[TokenLogprob] | None:
         """Those of a step's ids, before they are committed; None where they are not asked for."""
         top = sequence.params.logprobs
         if top is None:
             return None
+        assert logits is not None
         if self.logprobs_mode == "raw":
             return token_logprobs(logits, taken, top=top)
         listed = []

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -60,24 +60,41 @@ class RowInputs:
     num_more_logits: int = 0
 
 
-@dataclass(slots=True)
 class StepLists:
     """The fields of `Step` as lists, in their order; grown sequence by sequence."""
 
-    ids: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    close4_slots: list[int] = field(default_factory=list)
-    close4_windows: list[int] = field(default_factory=list)
-    close4_dest: list[int] = field(default_factory=list)
-    close128_slots: list[int] = field(default_factory=list)
-    close128_windows: list[int] = field(default_factory=list)
-    close128_dest: list[int] = field(default_factory=list)
-    logits_rows: list[int] = field(default_factory=list)
-    hidden_rows: list[int] = field(default_factory=list)
-    sources: list[int] = field(default_factory=list)
-    firsts: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
+    __slots__ = (
+        "close4_dest",
+        "close4_slots",
+        "close4_windows",
+        "close128_dest",
+        "close128_slots",
+        "close128_windows",
+        "counts",
+        "firsts",
+        "hidden_rows",
+        "ids",
+        "logits_rows",
+        "positions",
+        "slots",
+        "sources",
+    )
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.positions: list[int] = []
+        self.slots: list[int] = []
+        self.close4_slots: list[int] = []
+        self.close4_windows: list[int] = []
+        self.close4_dest: list[int] = []
+        self.close128_slots: list[int] = []
+        self.close128_windows: list[int] = []
+        self.close128_dest: list[int] = []
+        self.logits_rows: list[int] = []
+        self.hidden_rows: list[int] = []
+        self.sources: list[int] = []
+        self.firsts: list[int] = []
+        self.counts: list[int] = []
 
     def joined(self) -> list[int]:
         """All of them, one after another."""
@@ -171,7 +188,8 @@ class StepBuffers:
         """Take the fields over; valid until the next step is written."""
         values = fields.joined()
         size = len(values)
-        self.wait()
+        if not self._on_host:
+            self.wait()
         self._values[:size] = values
         if not self._on_host:
             self._device[:size].copy_(self._host[:size], non_blocking=True)
@@ -321,8 +339,6 @@ class Runner:
         """
         self._last = None
         lists, widest, longest = self._collect(rows)
-        num_logits, num_hiddens = len(lists.logits_rows), len(lists.hidden_rows)
-        emitting = [row.num_logits - 1 if row.num_logits else None for row in rows]
         self.num_forwards += 1
         graphs = self.graphs
         if graphs is not None:
@@ -332,24 +348,22 @@ class Runner:
             if shape is not None:
                 if not graphs.has(shape):
                     self._make(graphs, shape)
+                num_logits, num_hiddens = len(lists.logits_rows), len(lists.hidden_rows)
                 lists.pad(shape, self.pools.inert_slot)
                 step = self._buffers.write(lists, shape.context_cap)
                 graphs.replay(shape)
                 output = TargetOutput(
                     logits=self._logits[:num_logits], hiddens=self._hiddens[:num_hiddens]
                 )
-                self._last = _Last(step, output, emitting, self._packed)
+                self._last = _Last(step, output, rows, self._packed)
                 return output
         step = self._buffers.write(lists, -(-longest // BLOCK_TOKENS) * BLOCK_TOKENS)
         output = self._forward(step)
-        self._last = _Last(step, output, emitting, None)
+        self._last = _Last(step, output, rows, None)
         return output
 
-    def read_verdicts(self, *, edited: bool = False) -> list[DeviceVerdict | None]:
+    def read_verdicts(self) -> list[DeviceVerdict | None]:
         """Judge the last run's drafts where its logits are, and read the verdicts: one transfer.
-
-        Args:
-            edited: the caller changed the logits since, so that a verdict made with them is old.
 
         Returns:
             Per row of the run, in order; None for one without logits. The drafts are the ids of the
@@ -361,14 +375,14 @@ class Runner:
         last = self._last
         if last is None:
             raise RuntimeError("no step was run whose verdicts could be read")
-        counts = [count for count in last.emitting if count is not None]
+        counts = [row.num_logits - 1 for row in last.rows if row.num_logits]
         if not counts:
-            return [None] * len(last.emitting)
+            return [None] * len(last.rows)
         packed = last.packed
-        if packed is None or edited:
+        if packed is None:
             packed = self._judge(last.step, last.output.logits)
         verdicts = iter(unpack(self._fetch(packed[: len(counts)]), counts))
-        return [None if count is None else next(verdicts) for count in last.emitting]
+        return [next(verdicts) if row.num_logits else None for row in last.rows]
 
     def capture(
         self,
@@ -496,7 +510,8 @@ class Runner:
             if not cache.reserve(width):
                 raise RuntimeError(f"no block is free for position {last - 1} of slot {slot}")
             blocks = cache.blocks
-            self._note_blocks(cache)
+            if self._holders[slot] is not cache or self._written[slot] != len(blocks):
+                self._note_blocks(cache)
             lists.positions += range(first, last)
             lists.slots += [slot] * width
 
@@ -530,8 +545,10 @@ class Runner:
                 lists.counts.append(given.num_logits - 1)
             lists.logits_rows += range(end - given.num_logits - given.num_more_logits, end)
             lists.hidden_rows += range(end - given.num_hiddens, end)
-            widest = max(widest, width)
-            longest = max(longest, last)
+            if width > widest:
+                widest = width
+            if last > longest:
+                longest = last
         assert len(lists.ids) <= self._max_rows, f"{len(lists.ids)} rows; room is {self._max_rows}"
         if on_device:
             lists.sources += [-1] * (len(lists.ids) - len(lists.sources))
@@ -568,11 +585,11 @@ class Runner:
         self._written[slot] = held
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Last:
-    """The step run last; `emitting` has per row its drafts, None where it has no logits."""
+    """The step run last, and its verdicts where a captured one made them."""
 
     step: Step
     output: TargetOutput
-    emitting: list[int | None]
+    rows: Rows[RowInputs]
     packed: torch.Tensor | None

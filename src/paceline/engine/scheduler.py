@@ -179,9 +179,10 @@ class Scheduler:
         kept_for_prompts = max(1, self.max_num_batched_tokens // _PROMPT_SHARE) if reading else 0
         adapts, wanted = self._lengths(decoding, max(0, budget - kept_for_prompts))
         for row, most in zip(decoding, wanted, strict=True):
-            room = min(most, max(0, budget - kept_for_prompts))
-            row.max_drafts, claimed = self._draft_blocks(row.sequence.handle, room, claimed)
-            budget -= row.max_drafts
+            if most:
+                room = min(most, max(0, budget - kept_for_prompts))
+                row.max_drafts, claimed = self._draft_blocks(row.sequence.handle, room, claimed)
+                budget -= row.max_drafts
         rows = decoding
         for sequence in reading:
             first, known = sequence.handle.length, len(sequence.tokens)
@@ -195,7 +196,12 @@ class Scheduler:
     def _lengths(self, decoding: list[BatchRow], budget: int) -> tuple[bool, list[int]]:
         """Drafts wanted for each row, and whether the policy was asked."""
         rooms = [_draft_room(row.sequence) for row in decoding]
-        if self.lengths is None or not any(row.sequence.adapts for row in decoding):
+        if self.lengths is None:
+            return False, rooms
+        for row in decoding:
+            if row.sequence.adapts:
+                break
+        else:
             return False, rooms
         views = [
             SequenceView(
@@ -207,10 +213,10 @@ class Scheduler:
         ]
         chosen = self.lengths.choose(views, max_drafts=budget)
         # A policy that is not ours may forget either bound; a request's own number stands.
-        return True, [
-            view.limit if view.fixed is not None else max(0, min(count, view.limit))
-            for view, count in zip(views, chosen, strict=True)
-        ]
+        for index, (view, count) in enumerate(zip(views, chosen, strict=True)):
+            if view.fixed is None and count < view.limit:
+                rooms[index] = count if count > 0 else 0
+        return True, rooms
 
     def preempt_last(self) -> Sequence | None:
         """Take back slot and blocks of the sequence admitted last, which then heads the queue.
@@ -318,7 +324,8 @@ class Scheduler:
 
 def _decodes(sequence: Sequence) -> bool:
     """Whether all but the token emitted last was run."""
-    return sequence.num_emitted > 0 and sequence.handle.length == len(sequence.tokens) - 1
+    known = len(sequence.tokens)
+    return known > sequence.prompt_len and sequence.handle.length == known - 1
 
 
 def _grows(sequence: Sequence) -> bool:
@@ -333,6 +340,8 @@ def _blocks_needed(sequence: Sequence) -> int:
 
 
 def _draft_room(sequence: Sequence) -> int:
+    if not sequence.max_drafts:
+        return 0
     # A step emits its accepted drafts and one token more; drafts beyond that could only be cut.
     room = sequence.max_emitted - sequence.num_emitted - 1
     return max(0, min(sequence.max_drafts, room))

@@ -71,6 +71,7 @@ class Sequence:
     grammar: GrammarCursor | None = None
     text_end: TextEnd | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    _largest: bool = field(default=False, init=False, repr=False)
 
     @property
     def num_emitted(self) -> int:
@@ -90,7 +91,11 @@ class Sequence:
     @property
     def picks_largest(self) -> bool:
         """Whether this and every later token is the model's largest logit."""
-        return self.grammar is None and (self.sampler is None or self.sampler.is_argmax)
+        if not self._largest:
+            self._largest = self.grammar is None and (
+                self.sampler is None or self.sampler.is_argmax
+            )
+        return self._largest
 
     @property
     def handle(self) -> SequenceCache:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from paceline.cache.drafter import DrafterRing
@@ -63,10 +65,14 @@ class TargetOutput:
     Attributes:
         logits: [L, vocab] fp32, in the order of `logits_rows`.
         hiddens: [H, hc_mult, hidden] streams after the last layer, before collapse and norm.
+        picks: [L] int64, each row's largest logit's id, -1 where not all of the row's logits are
+            finite numbers or -inf, or none is finite; None where a model does not say. They are on
+            the host by the time the forward returns.
     """
 
     logits: torch.Tensor
     hiddens: torch.Tensor
+    picks: npt.NDArray[np.int64] | None = None
 
 
 class TargetModel(Protocol):
@@ -156,13 +162,7 @@ class ChainingMtpBlock(MtpBlock, Protocol):
         Returns:
             (id, log-probability) of each draft. The last may be the one that ended the chain: less
             likely than `min_log_prob`, or -1 where the scores were not finite. One row was written
-            for each entry, for keys[-1] and on.
-        """
-        ...
-
-    def chain_logits(self, count: int) -> torch.Tensor:
-        """Scores of the first `count` entries of the last `draft_greedy`, [count, ids] fp32.
-
-        Step memory: dead at the next call.
+            for each entry, for keys[-1] and on. Log-probabilities have the bits that
+        `lm_head.log_prob_of_best` gives for the same scores.
         """
         ...

@@ -1355,6 +1355,121 @@ def _final_phase(control: int, threads: int, base: int, job: int, private: int, 
 
 
 @kernel
+def _lead(logits: int, width: int, out: int) -> None:
+    """Of up to 64 logits the largest and its place, the first of equals.
+
+    A NaN or +inf among them makes it +inf: whoever judges then has to look at the row.
+    """
+    top, total = _LOWEST, _ZERO
+    if width == 64:
+        v0, v1, v2, v3 = v_ld(logits, 0), v_ld(logits, 16), v_ld(logits, 32), v_ld(logits, 48)
+        top = v_top(v_max(v_max(v0, v1), v_max(v2, v3)))
+        total = v_total(v_add(v_add(v0, v1), v_add(v2, v3)))
+    else:
+        for n in range(width):
+            top = max(top, ld_f32(logits, n))
+            total += ld_f32(logits, n)
+    place = 0
+    if total != total or top == -_LOWEST:
+        top = -_LOWEST
+    else:
+        while ld_f32(logits, place) != top:
+            place += 1
+    st_f32(out, 0, top)
+    st_u32(out, 1, place)
+
+
+@kernel
+def _head_phase(control: int, threads: int, base: int, job: int, private: int) -> int:
+    """Logits of the rows asked for, and each row's pick: its largest, or -1 where none is finite.
+
+    A NaN or an infinity makes the pick -1 too. Every thread works the picks out for itself.
+    """
+    rows, hidden, vocab = ld_i64(job, Job.LOGITS), ld_i64(job, Job.HIDDEN), ld_i64(job, Job.VOCAB)
+    form, weight = ld_i64(job, Job.HEAD_FORM), ld_i64(job, Job.HEAD)
+    x, out = ld_i64(job, Job.HEAD_IN), ld_i64(job, Job.LOGITS_OUT)
+    leaders = ld_i64(job, Job.LEADERS)
+    panels = (vocab + 63) // 64
+    stride = 64 * panels
+    size = _panel_bytes(form, hidden)
+    chunk = _chunk(panels, rows, threads)
+    end = base + (panels + chunk - 1) // chunk
+    done = 0
+    task = _claim(control, end, threads)
+    while task >= 0:
+        first = (task - base) * chunk
+        for p in range(first, min(first + chunk, panels)):
+            panel, logits = weight + size * p, out + 256 * p
+            _product(job, private, form, panel, x, hidden, rows, hidden, logits, stride, 4)
+            width = min(64, vocab - 64 * p)
+            for row in range(rows):
+                _lead(logits + 4 * stride * row, width, leaders + 8 * (panels * row + p))
+        done += 1
+        task = _claim(control, end, threads)
+    _settle(control, end, done, threads)
+    for row in range(rows):
+        tops, best = leaders + 8 * panels * row, 0
+        for p in range(1, panels):
+            if ld_f32(tops, 2 * p) > ld_f32(tops, 2 * best):
+                best = p
+        top, pick = ld_f32(tops, 2 * best), -1
+        if top - top == _ZERO:
+            pick = 64 * best + ld_u32(tops, 2 * best + 1)
+        st_i64(ld_i64(job, Job.BEST_IDS), row, pick)
+    return end
+
+
+@kernel
+def _sum_up(logits: int, first: int, last: int, tile: int, out: int) -> None:
+    """Of the scores first .. last - 1 of a row the largest, and the sum of exponentials below it.
+
+    `tile` is memory for 16 floats.
+    """
+    whole = first + (last - first) // 16 * 16
+    best = v_set(_LOWEST)
+    for o in range(first, whole, 16):
+        best = v_max(best, v_ld(logits, o))
+    if whole < last:
+        for n in range(16):
+            st_f32(tile, n, ld_f32(logits, whole + n) if whole + n < last else _LOWEST)
+        best = v_max(best, v_ld(tile, 0))
+    top = v_top(best)
+    # Where all are impossible their sum is 0, and a NaN among them still shows.
+    below = v_set(top if top > _LOWEST else _ZERO)
+    total = v_set(_ZERO)
+    for o in range(first, whole, 16):
+        total = v_add(total, v_exp(v_sub(v_ld(logits, o), below)))
+    if whole < last:
+        total = v_add(total, v_exp(v_sub(v_ld(tile, 0), below)))
+    st_f32(out, 0, top)
+    st_f32(out, 1, v_total(total))
+
+
+@kernel
+def _best_chunk(chunks: int, count: int) -> int:
+    """The first of `_sum_up`'s chunks that has the largest score."""
+    best = 0
+    for n in range(1, count):
+        if ld_f32(chunks, 2 * n) > ld_f32(chunks, 2 * best):
+            best = n
+    return best
+
+
+@kernel
+def _log_prob(chunks: int, count: int, top: float) -> float:
+    """Log-probability of the row's largest score; -inf where a score is not finite."""
+    total = _ZERO
+    for n in range(count):
+        below = v_exp(v_set(ld_f32(chunks, 2 * n) - top))
+        total += ld_f32(chunks, 2 * n + 1) * v_top(below)
+    # A NaN or an infinity anywhere makes the sum a NaN.
+    log_prob: float = _LOWEST
+    if total >= _ONE and top - top == _ZERO:
+        log_prob = -v_top(v_log(v_set(total)))
+    return log_prob
+
+
+@kernel
 def _score_phase(control: int, threads: int, base: int, job: int, private: int) -> int:
     """Logits of one row, and of each 512 the largest and the sum of exponentials below it."""
     hidden, limit = ld_i64(job, Job.HIDDEN), ld_i64(job, Job.LIMIT)
@@ -1370,18 +1485,8 @@ def _score_phase(control: int, threads: int, base: int, job: int, private: int) 
         for o in range(first, last, 64):
             panel = weight + size * (o // 64)
             _product(job, private, form, panel, x, hidden, 1, hidden, logits + 4 * o, 64, 4)
-        for o in range(last, (last + 15) // 16 * 16):
-            st_f32(logits, o, _LOWEST)
-        best = v_set(_LOWEST)
-        for o in range(first, last, 16):
-            best = v_max(best, v_ld(logits, o))
-        top = v_top(best)
-        total = v_set(_ZERO)
-        for o in range(first, last, 16):
-            total = v_add(total, v_exp(v_sub(v_ld(logits, o), v_set(top))))
-        chunk = ld_i64(job, Job.CHUNKS) + 8 * (task - base)
-        st_f32(chunk, 0, top)
-        st_f32(chunk, 1, v_total(total))
+        tile = private + ld_i64(job, Job.P_TILE)
+        _sum_up(logits, first, last, tile, ld_i64(job, Job.CHUNKS) + 8 * (task - base))
         done += 1
         task = _claim(control, end, threads)
     _settle(control, end, done, threads)
@@ -1394,20 +1499,13 @@ def _pick(job: int) -> bool:
 
     Every thread works it out for itself, from memory that no later step of the chain reuses.
     """
-    limit, chunks = ld_i64(job, Job.LIMIT), ld_i64(job, Job.CHUNKS)
-    best, top = 0, ld_f32(chunks, 0)
-    for n in range(1, (limit + 511) // 512):
-        if ld_f32(chunks, 2 * n) > top:
-            best, top = n, ld_f32(chunks, 2 * n)
-    total = _ZERO
-    for n in range((limit + 511) // 512):
-        below = v_exp(v_set(ld_f32(chunks, 2 * n) - top))
-        total += ld_f32(chunks, 2 * n + 1) * v_top(below)
+    chunks = ld_i64(job, Job.CHUNKS)
+    count = (ld_i64(job, Job.LIMIT) + 511) // 512
+    best = _best_chunk(chunks, count)
+    top = ld_f32(chunks, 2 * best)
+    log_prob = _log_prob(chunks, count, top)
     token = -1
-    log_prob = _LOWEST
-    # A NaN or an infinity anywhere makes the sum a NaN.
-    if total >= _ONE and top - top == _ZERO:
-        log_prob = -v_top(v_log(v_set(total)))
+    if log_prob > _LOWEST:
         logits = ld_i64(job, Job.LOGITS_OUT)
         token = 512 * best
         while ld_f32(logits, token) != top:
@@ -1421,13 +1519,39 @@ def _pick(job: int) -> bool:
 
 
 @kernel
+def _measure_phase(control: int, threads: int, base: int, job: int, private: int) -> int:
+    """Log-probability of each row's largest score, by the sums of `_score_phase`."""
+    limit, scores = ld_i64(job, Job.LIMIT), ld_i64(job, Job.M_X)
+    stride, out = ld_i64(job, Job.M_X_STRIDE), ld_i64(job, Job.LOG_PROB_OUT)
+    tile = private + ld_i64(job, Job.P_TILE)
+    chunks = private + ld_i64(job, Job.P_SCORES)
+    count = (limit + 511) // 512
+    end = base + ld_i64(job, Job.ROWS)
+    done = 0
+    task = _claim(control, end, threads)
+    while task >= 0:
+        row = task - base
+        for n in range(count):
+            last = min(512 * (n + 1), limit)
+            _sum_up(scores + 4 * stride * row, 512 * n, last, tile, chunks + 8 * n)
+        top = ld_f32(chunks, 2 * _best_chunk(chunks, count))
+        st_f32(out, row, _log_prob(chunks, count, top))
+        done += 1
+        task = _claim(control, end, threads)
+    _settle(control, end, done, threads)
+    return end
+
+
+@kernel
 def _run(control: int, threads: int, base: int, job: int, private: int) -> None:
     """All phases of a job, and of those that follow it in a chain."""
-    hidden = ld_i64(job, Job.HIDDEN)
     while job:
         kind = ld_i64(job, Job.KIND)
         rows = ld_i64(job, Job.ROWS)
         table, layers = ld_i64(job, Job.LAYER_TABLE), ld_i64(job, Job.LAYERS)
+        if kind == Kind.MEASURE:
+            _measure_phase(control, threads, base, job, private)
+            return
         if kind != Kind.MATMUL:
             first = ld_i64(table, Layer.ATTN_FN)
             if kind == Kind.TARGET:
@@ -1448,23 +1572,7 @@ def _run(control: int, threads: int, base: int, job: int, private: int) -> None:
             job = ld_i64(job, Job.NEXT) if _pick(job) else 0
             continue
         if kind == Kind.TARGET:
-            vocab = ld_i64(job, Job.VOCAB)
-            _product_phase(
-                control,
-                threads,
-                base,
-                job,
-                private,
-                ld_i64(job, Job.HEAD_FORM),
-                ld_i64(job, Job.HEAD),
-                ld_i64(job, Job.HEAD_IN),
-                hidden,
-                ld_i64(job, Job.LOGITS),
-                hidden,
-                ld_i64(job, Job.LOGITS_OUT),
-                (vocab + 63) // 64 * 64,
-                (vocab + 63) // 64,
-            )
+            _head_phase(control, threads, base, job, private)
         elif kind == Kind.MATMUL:
             _product_phase(
                 control,

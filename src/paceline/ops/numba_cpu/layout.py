@@ -18,6 +18,7 @@ class Kind(IntEnum):
     MTP_ROWS = 2
     MATMUL = 3
     MTP_CHAIN = 4
+    MEASURE = 5
 
 
 class Control(IntEnum):
@@ -170,6 +171,9 @@ class Job(IntEnum):
     M_PANELS = 135
     M_OUT = 136
     M_OUT_STRIDE = 137
+    # The largest logits of the target's rows, of each panel and of all.
+    LEADERS = 138
+    BEST_IDS = 139
 
 
 JOB_WORDS = 144

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,9 @@ __all__ = ["FusedDense", "FusedModel", "FusedMtpBlock"]
 
 _FIRST_ANGLES = 8192
 _NOT_RUN = -2
+_CHUNK = 512
+_TILE_BYTES = 4 * 64 * 8
+_MOST_TOLD = 64
 
 
 def _round_up(value: int, unit: int) -> int:
@@ -300,7 +304,7 @@ class _Fused:
         keys = _round_up(c.sliding_window + max(min(c.index_topk, cap // 4), cap // 128), 16) + 16
         experts = _round_up(c.n_routed_experts, 32)
         private = {
-            Job.P_TILE: 4 * 64 * 8,
+            Job.P_TILE: _TILE_BYTES,
             Job.P_SEGMENT: 4 * 256 * 2,
             Job.P_LOGITS: 4 * 4 * keys,
             Job.P_KEYS: 8 * keys,
@@ -362,6 +366,8 @@ class FusedDense(DenseWeight):
         self._packed: Packed | None = None
         self._job = np.zeros(JOB_WORDS, np.int64)
         self._rows = 0
+        self._measuring = np.zeros(JOB_WORDS, np.int64)
+        self._widest = 0
 
     @property
     def packed(self) -> Packed:
@@ -407,6 +413,43 @@ class FusedDense(DenseWeight):
             job[Job.M_OUT_STRIDE] = 64 * panels
             self._team.run(job)
         return out[:, :outputs]
+
+    def log_prob_of_best(self, logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+        """Log-probability of each row's largest logit, fp32 [R]; -inf where one is not finite.
+
+        The bits that `FusedMtpBlock.draft_greedy` gives for the same logits. `best` is not read.
+        """
+        assert logits.dtype == torch.float32
+        assert logits.stride(1) == 1
+        rows, width = logits.shape
+        out = torch.empty(rows)
+        if rows:
+            job = self._measuring
+            if width > self._widest:
+                self._widest = width
+                own = _round_up(_TILE_BYTES + 8 * -(-width // _CHUNK), 4096)
+                self._chunks = aligned_bytes(own * self._team.num_threads)
+                job[Job.KIND] = Kind.MEASURE
+                job[Job.PRIVATE] = self._chunks.ctypes.data
+                job[Job.PRIVATE_BYTES] = own
+                job[Job.P_TILE] = 0
+                job[Job.P_SCORES] = _TILE_BYTES
+            job[Job.LIMIT] = width
+            job[Job.ROWS] = rows
+            job[Job.M_X] = logits.data_ptr()
+            job[Job.M_X_STRIDE] = logits.stride(0)
+            job[Job.LOG_PROB_OUT] = out.data_ptr()
+            self._team.run(job)
+        return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Told:
+    """The job's words of one step's inputs, which are kept so that no others get their address."""
+
+    inputs: StepInputs
+    words: tuple[int, ...]
+    output: TargetOutput
 
 
 class FusedModel(_Fused):
@@ -457,8 +500,12 @@ class FusedModel(_Fused):
         self._pools: CachePools | None = None
         self._logits = torch.zeros((0, config.vocab_size))
         self._hiddens = torch.zeros(0)
+        # What was told of inputs, which are the same objects for every step of a shape.
+        self._told: dict[int, _Told] = {}
+        self._telling: _Told | None = None
 
     def _grown(self, rows: int) -> None:
+        self._told.clear()
         self._hiddens = torch.zeros((rows, 4, self.config.hidden_size))
         self._job[Job.HIDDENS_OUT] = self._hiddens.data_ptr()
 
@@ -492,6 +539,18 @@ class FusedModel(_Fused):
         """
         if pools is not self._pools:
             self._use(pools)
+        told = self._told.get(id(inputs))
+        if told is None:
+            told = self._tell(inputs)
+        elif told is not self._telling:
+            self._job[Job.ROWS : Job.CAP + 1] = told.words
+            self._telling = told
+        if told.words[0]:
+            self._team.run(self._job)
+        return told.output
+
+    def _tell(self, inputs: StepInputs) -> _Told:
+        """Put a step's addresses into the job, after making room for it."""
         i = inputs
         rows, wanted, copied = i.ids.shape[0], i.logits_rows.shape[0], i.hidden_rows.shape[0]
         indexed = i.context_cap // 4 > self.config.index_topk
@@ -502,7 +561,12 @@ class FusedModel(_Fused):
         if wanted > self._logits.shape[0]:
             self._logits = torch.zeros((max(wanted, 16), width))
             job[Job.LOGITS_OUT] = self._logits.data_ptr()
-        job[Job.ROWS : Job.CAP + 1] = (
+            self._leaders = np.zeros((len(self._logits), width // 64, 2), np.float32)
+            job[Job.LEADERS] = self._leaders.ctypes.data
+            self._picks = np.zeros(len(self._logits), np.int64)
+            job[Job.BEST_IDS] = self._picks.ctypes.data
+            self._told.clear()
+        words = (
             rows,
             _address(i.ids),
             _address(i.positions),
@@ -521,11 +585,16 @@ class FusedModel(_Fused):
             _address(i.hidden_rows),
             i.context_cap,
         )
-        if rows:
-            self._team.run(job)
-        return TargetOutput(
-            logits=self._logits[:wanted, : self.config.vocab_size], hiddens=self._hiddens[:copied]
+        output = TargetOutput(
+            logits=self._logits[:wanted, : self.config.vocab_size],
+            hiddens=self._hiddens[:copied],
+            picks=self._picks[:wanted],
         )
+        if len(self._told) >= _MOST_TOLD:
+            self._told.clear()
+        told = self._told[id(inputs)] = self._telling = _Told(inputs, words, output)
+        job[Job.ROWS : Job.CAP + 1] = words
+        return told
 
 
 class FusedMtpBlock(_Fused):
@@ -671,10 +740,6 @@ class FusedMtpBlock(_Fused):
         drawn = count if _NOT_RUN not in tokens else tokens.index(_NOT_RUN)
         return list(zip(tokens[:drawn], self._chain_log_probs[:drawn].tolist(), strict=True))
 
-    def chain_logits(self, count: int) -> torch.Tensor:
-        """Scores of the first `count` drafts of the last `draft_greedy`, [count, ids] fp32."""
-        return torch.from_numpy(self._chain_logits[:count, : self._chain_limit])
-
     def _make_chain(
         self, count: int, lm_head: FusedDense, limit: int, column_ids: torch.Tensor | None
     ) -> None:
@@ -683,7 +748,7 @@ class FusedMtpBlock(_Fused):
         self._chain_steps = np.arange(count)
         self._chain_words = np.zeros((4, count), np.int64)
         self._chain_log_probs = np.zeros(count, np.float32)
-        chunks = -(-limit // 512)
+        chunks = -(-limit // _CHUNK)
         self._chain_chunks = np.zeros((count, chunks, 2), np.float32)
         self._chain_logits = np.zeros((count, 64 * -(-limit // 64)), np.float32)
         base, job = int(self._chain_words.ctypes.data), self._job
