@@ -655,14 +655,17 @@ class Answer:
                 texts = self._detokenizer.push_all(emission.token_ids)
             else:
                 texts = self._scanned.popleft() if emission.token_ids else []
-            for piece, origin in zip(texts, emission.origins, strict=True):
-                if piece:
-                    pieces.append(StreamPiece(piece, origin))
+            pieces = [
+                StreamPiece(text, origin)
+                for text, origin in zip(texts, emission.origins, strict=True)
+            ]
             if emission.finish_reason is not None and self._stops.stop is None:
                 tail = self._stops.push(self._detokenizer.flush(), can_stop=False)
                 tail += self._stops.flush()
-                if tail:
-                    pieces.append(StreamPiece(tail, self._origins[-1]))
+                if tail and pieces:
+                    pieces[-1] = StreamPiece(pieces[-1].text + tail, pieces[-1].origin)
+                elif tail:
+                    pieces = [StreamPiece(tail, self._origins[-1])]
         text = "".join([piece.text for piece in pieces])
         self._texts.append(text)
         return StreamChunk(

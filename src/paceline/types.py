@@ -529,8 +529,8 @@ class StreamPiece(NamedTuple):
     """The text that became certain with one token.
 
     Attributes:
-        text: never empty, never half a character.
-        origin: of the token that made it certain.
+        text: never half a character; empty where the token has none, or needs the next one for it.
+        origin: of the token.
     """
 
     text: str
@@ -614,7 +614,8 @@ class StreamChunk:
         text: text that became certain with this step (never half a character).
         token_ids: ids emitted by this step.
         origins: per id, how it came to be.
-        pieces: one per token that made text certain; they join to `text`.
+        pieces: one per id, and none without a tokenizer; they join to `text`. Text that was held
+            back when the request failed without a further id is a piece of its own.
         result: the finished request, in its last chunk only.
         sample_index: which of the prompt's `n` answers.
         logprobs: one entry per id, or None where they were not asked for.

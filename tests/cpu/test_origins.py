@@ -67,6 +67,7 @@ def follow(llm: LLM, params: SamplingParams) -> GenerationResult:
         steps.append(chunk)
         assert "".join(piece.text for piece in chunk.pieces) == chunk.text
         assert len(chunk.origins) == len(chunk.token_ids)
+        assert [piece.origin for piece in chunk.pieces] == chunk.origins
         places = [origin.position for origin in chunk.origins if origin.is_draft]
         assert places == list(range(1, len(places) + 1))
         for origin in chunk.origins[:-1]:
@@ -115,3 +116,18 @@ def test_what_a_grammar_leaves_no_choice_is_forced(llm: LLM, num_drafts: int) ->
         assert not any(one.is_draft for one in result.origins)
     free = follow(llm, SamplingParams(max_tokens=80, num_drafts=num_drafts))
     assert "forced" not in {origin.kind for origin in free.origins}
+
+
+def test_a_token_within_a_character_has_a_piece_without_text(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    prompt = "text = '日本語のテキスト、中文文本"
+    ids = llm.encode(prompt)
+    within = [i for i in ids if not llm.tokenizer.token_bytes(i).isascii()]
+    params = SamplingParams(max_tokens=40, allowed_token_ids=within, num_drafts=3)
+    chunks = list(llm.stream(prompt, params))
+    pieces = [piece for chunk in chunks for piece in chunk.pieces]
+    result = chunks[-1].result
+    assert result is not None
+    assert [piece.origin for piece in pieces] == result.origins
+    assert "".join(piece.text for piece in pieces) == result.text
+    assert "" in {piece.text for piece in pieces}

@@ -179,7 +179,7 @@ class CompletionAnswer:
         if self.asked.only_echo:
             return [] if reason is None else [self._choice("", FinishReason.LENGTH)]
         listed = chunk.logprobs is not None
-        tells = listed or self.asked.return_token_ids
+        tells = listed or self.asked.return_token_ids or self.asked.return_pieces
         if not (chunk.text or reason or (tells and chunk.token_ids)):
             return []
         choice = self._choice(chunk.text, reason)
