@@ -8,6 +8,7 @@ Needs Chromium on the PATH. The rates in the pictures are those of this machine 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -25,13 +26,21 @@ WIDTH = 1200
 SECONDS = 120
 
 
+def python() -> tuple[list[str], dict[str, str]]:
+    """The start of a command that runs this tree's package, and its environment."""
+    path = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # Without -P the folder it is run in comes before all others.
+    return [sys.executable, "-P"], {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
 @contextmanager
 def served(threads: int | None) -> Iterator[str]:
     """The address of a server of the bundled model."""
-    command = [sys.executable, "-m", "paceline", "serve", "--port", "0", "--no-request-log"]
+    start, environment = python()
+    command = [*start, "-m", "paceline", "serve", "--port", "0", "--no-request-log"]
     if threads is not None:
         command += ["--num-threads", str(threads)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     try:
         line = process.stdout.readline()

@@ -591,6 +591,7 @@ SOAKED = {
     "torn": "connections closed within or behind a request",
     "broken": "bodies that are no request, or changed at random, answered as such",
     "overloaded": "refused with 429 for lack of room",
+    "watched": "of an operator, for metrics, health and the page",
     "MIXED": "answers that differ",
     "LOST": "streams that broke off",
     "WRONG STATUS": "answers with a status that does not fit",
@@ -609,8 +610,9 @@ def soak_sentence(result: Result) -> str:
     if result["wrong"]:
         raise NumbersError(f"soak.json tells of faults: {result['wrong']}")
     memory, total = result["memory_mib"], sum(result["requests"].values())
+    settings = result["settings"]
     return (
-        f"{result['streams']} clients at once for {result['seconds'] / 60:g} minutes made "
+        f"{settings['clients']} clients at once for {settings['seconds'] / 60:g} minutes made "
         f"{total:,} requests; the engine took {result['steps']:,} steps for {result['tokens']:,} "
         f"tokens and accepted {result['accepted']:,} of {result['drafted']:,} drafts. No answer "
         "was lost, mixed up or cut, no cache block was left behind, and the server's memory was at "
@@ -1038,7 +1040,7 @@ def serving_sentence(result: Result) -> str:
         said.append(f"{over:+.1%} a token where the engine {where}")
     turns = result["settings"]["turns"]
     return f"The server's time over the library's at batch 1, the median of {turns} turns: " + (
-        "; ".join(said)
+        "; ".join(said) + "."
     )
 
 
@@ -1052,7 +1054,7 @@ def serving_start(result: Result) -> str:
         f"From the start of its process to the first 200 of `/health` it took "
         f"{ready['median']:.1f} s ({ready['low']:.1f} to {ready['high']:.1f} in "
         f"{len(ready['values'])} starts); the first token of its first request then came after "
-        f"{first['median']:.1f} ms, of later ones after {later['median']:.1f} ms"
+        f"{first['median']:.1f} ms, of later ones after {later['median']:.1f} ms."
     )
 
 

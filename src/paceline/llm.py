@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import threading
@@ -120,7 +121,7 @@ class LLM:
             those where they can be had.
         graphs: capture steps as CUDA graphs and replay them; None: wherever the device is one.
         proposer: drafts come from it and not from the MTP head: a `DraftProposer`, or a callable
-            that makes one from a `ProposerContext`.
+            that makes one from a `ProposerContext`, its only argument.
         drafter: which of the package's own drafts: "mtp", the checkpoint's head; "ngram", lookup in
             the text so far; "mtp+ngram", lookup where a long run of tokens comes again and the head
             elsewhere. None: the head where there is one. Not together with `proposer`.
@@ -800,6 +801,34 @@ def _check_drafter(
             f"drafter is {drafter!r} and proposer is {name}; only one can draft, so give one of "
             "them (a CombinedProposer is one proposer of two)"
         )
+    if proposer is not None and not isinstance(proposer, DraftProposer):
+        _check_factory(proposer)
+
+
+def _check_factory(given: ProposerFactory) -> None:
+    allowed = (
+        "allowed are an instance of a DraftProposer, and a callable that makes one from a "
+        "ProposerContext, its only argument"
+    )
+    name = getattr(given, "__name__", None) or type(given).__name__
+    if not callable(given):
+        raise ConfigError(f"proposer is {given!r:.80}; {allowed}")
+    if isinstance(given, type):
+        if not issubclass(given, DraftProposer):
+            raise ConfigError(f"proposer is the class {name}, no DraftProposer; {allowed}")
+        if lacking := ", ".join(sorted(given.__abstractmethods__)):
+            raise ConfigError(f"proposer is the class {name}, which lacks {lacking}; {allowed}")
+    try:
+        inspect.signature(given).bind(None)
+    except TypeError as error:
+        if isinstance(given, type):
+            what = f"the class {name}, which does not take a ProposerContext ({error})"
+            hint = f"; {name}() would be an instance"
+        else:
+            what, hint = f"{name}, which cannot be called with a ProposerContext ({error})", ""
+        raise ConfigError(f"proposer is {what}; {allowed}{hint}") from None
+    except ValueError:
+        pass  # its parameters are not known beforehand, as of some built-in types
 
 
 def _make_proposer(

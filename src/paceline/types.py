@@ -646,8 +646,9 @@ class DraftRequest:
         target_hidden: [hc_mult, hidden], the target's streams of position P - 1, before collapse
             and before the final norm. Dead at the next target step unless copied.
         num_drafts: most drafts wanted, at least 1.
-        history: ids committed so far, the last one included, for drafters that look things up;
-            owned by the engine, not to be changed.
+        history: ids committed so far, the last one included, for drafters that look things up; the
+            proposer's own list of them, which the engine extends from step to step. One that is
+            changed is made anew, and counts as a failure.
         draft_embed_target: [hidden] buffer to receive the embedding of the first draft, whose id
             then stays on the device, or None.
         grammar_bitmask: int32 words, bit set = allowed, for the first draft only, or None.

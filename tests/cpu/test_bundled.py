@@ -98,3 +98,11 @@ def test_completions_end_and_read_as_text(prompts: dict[str, list[str]]) -> None
     assert answer.finish_reason == "stop"
     assert 5 < len(answer.text.split()) < 100
     assert "\N{REPLACEMENT CHARACTER}" not in answer.text
+
+
+def test_the_first_step_of_an_engine_may_emit_nothing() -> None:
+    ids = [list(range(3, 403))]
+    with LLM(num_threads=1, max_seq_len=512, max_num_batched_tokens=100) as fresh:
+        first = fresh.generate(ids, SamplingParams(max_tokens=8))[0].token_ids
+    with LLM(num_threads=1, max_seq_len=512, max_num_batched_tokens=512) as at_once:
+        assert at_once.generate(ids, SamplingParams(max_tokens=8))[0].token_ids == first

@@ -301,6 +301,40 @@ def keeps_its_list(self: Broken, request: DraftRequest, draft: Draft) -> Draft:
     return replace(draft, tokens=[(t + 1) % VOCAB for t in draft.tokens]) if shift < 1 else draft
 
 
+class Tidies(Broken):
+    """Keeps the list it returned and changes it with the verdict."""
+
+    def propose(self, request: DraftRequest, state: ContextState) -> Draft:
+        self.kept = super().propose(request, state)
+        return self.kept
+
+    def after_verify(self, num_accepted: int, state: ContextState) -> None:
+        super().after_verify(num_accepted, state)
+        self.tidy(self.kept.tokens)
+
+    def tidy(self, tokens: list[int]) -> None:
+        tokens.clear()
+
+
+class Overwrites(Tidies):
+    def tidy(self, tokens: list[int]) -> None:
+        tokens[:] = [9] * len(tokens)
+
+
+class CountsItsList(Broken):
+    """Counts the drafts in the list it returned, which is the caller's by then."""
+
+    def propose(self, request: DraftRequest, state: ContextState) -> Draft:
+        draft = super().propose(request, state)
+        self.kept = draft.tokens
+        return draft
+
+    def after_verify(self, num_accepted: int, state: ContextState) -> None:
+        if num_accepted > len(self.kept or ()):
+            raise ValueError("more accepted than drafted")
+        super().after_verify(num_accepted, state)
+
+
 def raises_on_nan(self: Broken, request: DraftRequest, draft: Draft) -> Draft:
     if request.target_hidden.isnan().any():
         raise FloatingPointError("NaN")
@@ -579,6 +613,13 @@ WAYS: list[tuple[str, str, Callable[[], DraftProposer[Any]]]] = [
     ("memory", "once the caller's memory was overwritten", drafting(reads_old_streams)),
     ("memory", "the caller's streams were changed", drafting(normalises_in_place)),
     ("memory", "once the caller's memory was overwritten", drafting(keeps_its_list)),
+    ("memory", r"after_verify changed the draft .* from \[\d+\] to \[\]", Tidies),
+    ("memory", r"after_verify changed the draft .* from \[\d+\] to \[9\]", Overwrites),
+    (
+        "memory",
+        r"refused \d accepted of \d drafts after the caller changed the list that propose returned",
+        CountsItsList,
+    ),
     ("not finite", "FloatingPointError", drafting(raises_on_nan)),
     ("not finite", "drafted -1", drafting(id_of_nan)),
     ("not finite", "beside a sequence with a NaN", drafting(spreads_nan)),
@@ -689,6 +730,29 @@ def test_an_error_of_the_proposer_is_named_with_its_clause() -> None:
     with pytest.raises(AssertionError, match="raised RuntimeError: not today") as caught:
         check(Angry)
     assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize("method", ["alloc_state", "after_verify", "free_state", "drafter_rows"])
+def test_the_call_that_raised_is_named(method: str) -> None:
+    def raises(*args: Any) -> Any:
+        raise KeyError("not here")
+
+    raises.__code__ = raises.__code__.replace(co_name=method)
+    with pytest.raises(AssertionError, match=f": {method} raised KeyError: 'not here'"):
+        check(breaking(**{method: raises}))
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (NullProposer(), "make is a NullProposer; allowed is what makes"),
+        (3, "make is 3; allowed is what makes"),
+        (int, "gave 0; allowed is what makes a DraftProposer"),
+    ],
+)
+def test_what_makes_no_proposer_is_refused(make: Any, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        check(make)
 
 
 def test_it_needs_no_test_framework() -> None:

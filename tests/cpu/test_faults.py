@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import Rig, make_rig, visible_cache
@@ -28,6 +29,7 @@ from toy import (
     toy_engine,
 )
 
+from paceline import LLM
 from paceline.draft import (
     AntiProposer,
     ContextProposer,
@@ -38,6 +40,7 @@ from paceline.draft import (
     ScriptedProposer,
 )
 from paceline.engine import Engine
+from paceline.engine.drafting import Drafting
 from paceline.models.deepseek_v4.build import Backend
 from paceline.models.deepseek_v4.checkpoint import Weights
 from paceline.ops import numba_cpu
@@ -605,3 +608,246 @@ def test_a_draft_id_of_true_is_no_id() -> None:
     assert tokens == continuation(prompt, 30)
     assert all(type(token) is int for token in tokens)
     assert engine.num_proposer_failures > 0
+
+
+# A proposer that changes what it was handed, or what it returned
+
+
+class Kept:
+    """A vandal's state: all it ever saw and returned."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.laws: list[Any] = []
+        self.request: DraftRequest | None = None
+
+
+class Liar(int):
+    """An id that is equal to every other."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = int.__hash__
+
+
+class Vandal(DraftProposer[Kept]):
+    """Drafts a lookup's tokens, then does what `how` says."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+        self.num_done = 0
+
+    def alloc_state(self) -> Kept:
+        return Kept()
+
+    def free_state(self, state: Kept) -> None:
+        pass
+
+    def propose(self, request: DraftRequest, state: Kept) -> Any:
+        history = request.history
+        state.request, state.tokens, count = request, [], request.num_drafts
+        for at in range(len(history) - 1, 1, -1):
+            if history[at - 2 : at] == history[-2:]:
+                state.tokens = history[at : at + count]
+                break
+        state.tokens = state.tokens or [(history[-1] + 1) % 50] * count
+        state.laws = [np.full(8192, 1 / 8192) for _ in state.tokens]
+        made = getattr(self, self.how, self.nothing)(request, state)
+        return Draft(tokens=state.tokens) if made is None else made
+
+    def after_verify(self, num_accepted: int, state: Kept) -> None:
+        getattr(self, f"{self.how}_after", self.nothing)(state.request, state)
+
+    def propose_batch(self, requests: Any, states: Any) -> Any:
+        return [self.propose(*each) for each in zip(requests, states, strict=True)]
+
+    def propose_batch_max(self) -> int:
+        return 4
+
+    def nothing(self, request: Any, state: Kept) -> None:
+        pass
+
+    def clears_after(self, request: Any, state: Kept) -> None:
+        self.num_done += 1
+        state.tokens.clear()
+
+    def overwrites_after(self, request: Any, state: Kept) -> None:
+        self.num_done += 1
+        state.tokens[:] = [9] * len(state.tokens)
+
+    def returns_history(self, request: Any, state: Kept) -> Any:
+        self.num_done += 1
+        del request.history[: -request.num_drafts]
+        return Draft(tokens=request.history)
+
+    def sets_history(self, request: Any, state: Kept) -> None:
+        self.num_done += 1
+        request.history[0] = request.history[-1] = 7
+
+    def appends(self, request: Any, state: Kept) -> None:
+        self.num_done += 1
+        request.history.append(7)
+
+    def pops_after(self, request: Any, state: Kept) -> None:
+        self.num_done += 1
+        request.history.pop()
+
+    def spoils_streams(self, request: Any, state: Kept) -> None:
+        self.num_done += 1
+        request.target_hidden.fill_(1e4)
+
+    def lies(self, request: Any, state: Kept) -> Any:
+        self.num_done += 1
+        return Draft(tokens=[Liar(5)] * request.num_drafts)
+
+    def odd_source(self, request: Any, state: Kept) -> Any:
+        self.num_done += 1
+        return Draft(tokens=state.tokens, source=[1])  # type: ignore[arg-type]
+
+    def odd_laws(self, request: Any, state: Kept) -> Any:
+        self.num_done += 1
+        return Draft(tokens=state.tokens, laws=[np.ones(3)] * len(state.tokens))
+
+    def on_device(self, request: Any, state: Kept) -> Any:
+        self.num_done += 1
+        return Draft(tokens=[], device_tokens=torch.tensor(state.tokens))
+
+    def commits(self, request: Any, state: Kept) -> None:
+        if request.sampler is not None:
+            self.num_done += 1
+            request.sampler.commit([5, 5, 6])
+
+    def reseeds_after(self, request: Any, state: Kept) -> None:
+        if request.sampler is not None:
+            self.num_done += 1
+            request.sampler.seed += 1
+            request.sampler.history.num_output = -5
+            request.sampler.knobs = None
+
+    def walks_on(self, request: Any, state: Kept) -> None:
+        if request.grammar is not None:
+            allowed = [i for i in range(8192) if request.grammar.allows(i)]
+            self.num_done += request.grammar.advance(allowed[0])
+
+    def walks_back(self, request: Any, state: Kept) -> None:
+        if request.grammar is not None and request.grammar.num_tokens:
+            self.num_done += 1
+            request.grammar.rollback(1)
+
+    def walks_after(self, request: Any, state: Kept) -> None:
+        if request.grammar is not None:
+            allowed = [i for i in range(8192) if request.grammar.allows(i)]
+            self.num_done += 1
+            request.grammar.advance(allowed[0])
+
+
+VANDALS = sorted(
+    {
+        name.removesuffix("_after")
+        for name in vars(Vandal)
+        if not name.startswith("_") and name != "nothing" and not hasattr(DraftProposer, name)
+    }
+)
+TEXTS = ["a = 1\nb = 2\nc = 3\n", "def f(x):\n    return x\n", "1, 2, 3, ", "x"]
+ASKED = [
+    SamplingParams(max_tokens=32, ignore_eos=True),
+    SamplingParams(max_tokens=32, ignore_eos=True, temperature=0.8, seed=3, presence_penalty=0.5),
+    SamplingParams(max_tokens=32, regex=r"([a-c]{2} |[0-9]+, ){4,9}"),
+    SamplingParams(max_tokens=32, regex=r"[a-z ]{5,40}", temperature=1.0, seed=4),
+]
+
+
+@pytest.fixture(scope="module")
+def untouched() -> dict[int, list[list[int]]]:
+    """Tokens without drafts, alone and together."""
+    with LLM(num_drafts=0, max_num_seqs=4) as llm:
+        return {size: ids_of(llm, size) for size in (1, 4)}
+
+
+def ids_of(llm: LLM, size: int) -> list[list[int]]:
+    if size == 1:
+        return [
+            llm.generate(text, asked)[0].token_ids for text, asked in zip(TEXTS, ASKED, strict=True)
+        ]
+    return [result.token_ids for result in llm.generate(TEXTS, ASKED)]
+
+
+@pytest.mark.parametrize("how", VANDALS)
+def test_whatever_a_proposer_does_the_tokens_are_the_targets(
+    how: str, untouched: dict[int, list[list[int]]]
+) -> None:
+    for size in (1, 4):
+        vandal = Vandal(how)
+        with LLM(proposer=vandal, num_drafts=4, max_num_seqs=4) as llm:
+            assert ids_of(llm, size) == untouched[size]
+        assert vandal.num_done, "nothing was done"
+
+
+@pytest.mark.parametrize(
+    "how", ["appends", "pops", "walks_on", "walks_back", "walks_after", "lies"]
+)
+def test_what_a_proposer_did_wrong_is_counted(how: str) -> None:
+    with LLM(proposer=Vandal(how), num_drafts=4) as llm:
+        ids_of(llm, 1)
+        assert llm.engine.num_proposer_failures
+
+
+def test_laws_that_are_none_count_as_no_laws() -> None:
+    asked = SamplingParams(max_tokens=14, ignore_eos=True, temperature=0.8, seed=3)
+    found = []
+    for how in ("nothing", "odd_laws"):
+        with LLM(proposer=Vandal(how), num_drafts=4, acceptance="rejection") as llm:
+            found.append(llm.generate(TEXTS[0], asked)[0].token_ids)
+            assert bool(llm.engine.num_proposer_failures) == (how == "odd_laws")
+    assert found[0] == found[1]
+
+
+def test_laws_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    law = np.full(VOCAB, 1 / VOCAB)
+    seen: list[Any] = []
+
+    class Drawn(Vandal):
+        def propose(self, request: DraftRequest, state: Kept) -> Any:
+            return Draft(tokens=[5], laws=[law])
+
+    inner = Drafting.propose
+
+    def propose(drafting: Drafting, rows: Any) -> Any:
+        drafts = inner(drafting, rows)
+        seen.extend(each.laws[0] for each in drafts if each.laws)
+        return drafts
+
+    monkeypatch.setattr(Drafting, "propose", propose)
+    engine = toy_engine(proposer=Drawn("nothing"), num_drafts=1, acceptance="rejection")
+    engine.add([3, 4, 5], SamplingParams(max_tokens=4, ignore_eos=True, temperature=1.0, seed=1))
+    run(engine)
+    assert seen
+    for one in seen:
+        assert one is not law
+        assert (one == law).all()
+
+
+def test_what_a_proposer_is_lent_follows_the_sequence() -> None:
+    seen: list[tuple[list[int], int, dict[int, int]]] = []
+
+    class Looks(Vandal):
+        def propose(self, request: DraftRequest, state: Kept) -> Any:
+            assert request.sampler is not None
+            history = request.sampler.history
+            seen.append((list(request.history), history.length, history.counts))
+            return Draft(tokens=[5] * request.num_drafts)
+
+    asked = SamplingParams(
+        max_tokens=9, ignore_eos=True, temperature=1.0, seed=1, presence_penalty=0.5
+    )
+    engine = toy_engine(proposer=Looks("nothing"), num_drafts=2)
+    ((said, _),) = decode(engine, [[3, 4, 5]], [asked])
+    assert len(seen) > 2
+    assert not engine.num_proposer_failures
+    for history, length, counts in seen:
+        assert history == [3, 4, 5, *said][:length]
+        assert len(history) == length
+        assert {token: count for token, count in counts.items() if count} == {
+            token: history[3:].count(token) for token in set(history[3:])
+        }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -389,6 +390,18 @@ def test_without_drafts_all_tokens_are_the_models(page: Page, live: Live) -> Non
     assert page.run("document.getElementById('compare').disabled") is True
     assert page.text("#on-name") == "Drafts off"
     assert page.text("#off-rate") == "–"
+    # What there is nothing to say of is not there, or says why.
+    visible = "(id) => document.getElementById(id).getClientRects().length > 0"
+    there = {
+        name: page.run(f"({visible})('{name}')")
+        for name in ("compare-note", "no-positions", "positions-table", "off-row")
+    }
+    assert there == {
+        "compare-note": True, "no-positions": True, "positions-table": False, "off-row": False,
+    }  # fmt: skip
+    assert "nothing to compare" in page.text("#compare-note")
+    assert (page.text("#length"), page.text("#length-of")) == ("–", "no step had drafts")
+    assert page.text("#timed").startswith("The run that is shown")
     assert page.text("#accepted-of") == "of 0 drafts"
 
 
@@ -526,6 +539,13 @@ def test_a_schema_forces_tokens_and_gives_json(page: Page) -> None:
     assert set(value) == {"name", "size", "kind", "executable"}
     forced = [text for text, origin, _ in tokens(page) if origin == "forced"]
     assert len(forced) == counted(page)["forced"] > 0
+    # Those of them that were drafted are what the two counts of accepted drafts differ by.
+    drafted = int(re.search(r"; (\d+) of them drafted", page.text("#forced-drafted"))[1])  # type: ignore[index]
+    assert drafted > 0
+    accepted = int(page.text("#accepted"))
+    assert accepted == counted(page)["accepted"] + drafted
+    assert page.text("#accepted-of").endswith(f" drafts; {drafted} of the accepted were forced")
+    assert f"{accepted} are accepted drafts, {drafted} of them forced." in page.text("#status")
     assert page.problems == []
 
 
@@ -552,17 +572,22 @@ def test_a_schema_that_is_wrong_is_told_beside_it(page: Page, schema: str, says:
 
 
 WRONG = [
-    ("tokens", "0", "Tokens must be a whole number, 1 to 2,048."),
+    ("tokens", "0", "Tokens must be a whole number, 1 to 2048; “0” is not."),
     ("tokens", "1.5", "Tokens must be a whole number"),
     ("tokens", "", "Tokens must be a whole number"),
-    ("temperature", "-1", "Temperature must be 0 or more."),
-    ("seed", "-1", "Seed must be a whole number, 0 or more."),
+    ("temperature", "-1", "Temperature must be a number such as 0.5, 0 or more"),
+    ("temperature", "0,5", "Temperature must be a number such as 0.5, 0 or more; “0,5” is not."),
+    ("temperature", "1e999", "Temperature must be a number"),
+    ("seed", "-1", "Seed must be a whole number, 0 to 9007199254740991"),
+    ("seed", "9007199254740993", "Seed must be a whole number, 0 to 9007199254740991"),
     ("prompt", "", "The prompt is empty."),
-    ("prompt", "word " * 3000, "the model's context is 2048 tokens"),
+    ("prompt", "word " * 3000, "model's context is 2048"),
 ]
 
 
 def test_a_field_that_is_wrong_is_told_beside_it(page: Page) -> None:
+    ask(page, tokens=5)
+    assert page.text("#status").startswith("Done: 5 tokens")
     for field, given, says in WRONG:
         right = page.value(f"#{field}")
         page.fill(f"#{field}", given)
@@ -570,6 +595,7 @@ def test_a_field_that_is_wrong_is_told_beside_it(page: Page) -> None:
         page.wait(IDLE)
         page.wait(f"!document.getElementById('{field}-error').hidden")
         assert says in page.text(f"#{field}-error")
+        assert page.text("#status") == ""
         assert page.run("document.activeElement.id") == field
         shown = "[...document.querySelectorAll('.error:not([hidden])')].map((e) => e.textContent)"
         assert [text for text in page.run(shown) if text] == [page.text(f"#{field}-error")]
@@ -582,7 +608,11 @@ def test_a_run_is_stopped(
 ) -> None:
     whole = llm.engine.step
 
+    num_steps = 0
+
     def slowly() -> Any:
+        nonlocal num_steps
+        num_steps += 1
         time.sleep(0.02)
         return whole()
 
@@ -592,6 +622,13 @@ def test_a_run_is_stopped(
     page.press("Control+Enter")
     page.wait("document.querySelectorAll('#text .t').length > 3")
     assert page.run("document.getElementById('answer').getAttribute('aria-busy')") == "true"
+    # Frames no longer come, so that tokens are there which were not drawn yet.
+    drawn = page.run(
+        "(() => { window.requestAnimationFrame = () => 1;"
+        " return document.querySelectorAll('#text .t').length; })()"
+    )
+    enough = num_steps + 15
+    until(lambda: num_steps > enough)
     if how == "button":
         page.click("#stop")
     else:
@@ -599,8 +636,8 @@ def test_a_run_is_stopped(
     page.wait(IDLE)
     live.wait_idle()
     assert page.text("#verdict") == "Stopped."
-    assert page.text("#status").startswith("Stopped after ")
-    assert 3 < len(tokens(page)) < 1500
+    assert page.text("#status") == f"Stopped after {len(tokens(page))} tokens."
+    assert 3 <= drawn < len(tokens(page)) < 1500
     until(lambda: json.loads(live.log.getvalue().splitlines()[-1])["outcome"] == "cancelled")
     assert page.problems == []
     # And it runs again.
@@ -663,8 +700,8 @@ def test_it_is_used_with_keys_alone(page: Page, live: Live) -> None:
     assert page.run("[...document.querySelectorAll('.t.later')].length") == len(tokens(page)) - 1
     assert "the model writes its first token" in page.text("#step-said")
     page.press("ArrowRight")
-    assert page.text("#step-said").startswith("Step 1 of ")
-    assert page.run("document.activeElement.getAttribute('aria-valuetext')").startswith("Step 1 of")
+    assert page.text("#step-said").startswith("Step 2 of ")
+    assert page.run("document.activeElement.getAttribute('aria-valuetext')").startswith("Step 2 of")
     page.press("Tab")
     assert page.run("document.activeElement.id") == "play"
     page.press("Space")
@@ -728,6 +765,130 @@ def test_no_width_needs_scrolling_to_the_side(page: Page) -> None:
         ask(page, "x = " + "very_long_" * 20, tokens=60, drafts=8)
 
 
+@pytest.mark.parametrize("width", [320, 360, 640, 1000, 1120, 1280])
+def test_the_swatches_of_eight_drafts_keep_to_their_place(page: Page, width: int) -> None:
+    slide(page, 8)
+    page.resize(width, 900)
+    over, widths, gap = page.run(
+        """(() => {
+          const ramp = document.getElementById("ramp");
+          const [place, next] = document.querySelectorAll("#legend li");
+          const right = Math.max(...[...ramp.children].map((s) => s.getBoundingClientRect().right));
+          const box = next.getBoundingClientRect();
+          const beside = box.top < place.getBoundingClientRect().bottom;
+          return [
+            right - place.getBoundingClientRect().right,
+            [...ramp.children].map((s) => s.getBoundingClientRect().width - s.scrollWidth),
+            beside ? box.left - right : 99,
+          ];
+        })()"""
+    )
+    assert over <= 0.5
+    assert len(widths) == 8
+    assert min(widths) > -1
+    assert gap >= 8
+
+
+MANY_BYTES = "text = '日本語のテキスト、中文文本"
+
+
+def test_tokens_without_text_are_counted_and_seen(page: Page, live: Live) -> None:
+    ask(page, MANY_BYTES, tokens=40, compare=False)
+    answer = answered(live, prompt=MANY_BYTES, max_tokens=40, num_drafts=3)
+    choice, usage = answer["choices"][0], answer["usage"]
+    assert tokens(page) == [(p["text"], p["origin"], p["position"]) for p in choice["pieces"]]
+    bare = [number for number, piece in enumerate(choice["pieces"]) if not piece["text"]]
+    assert bare
+    number = usage["completion_tokens"]
+    steps = sum(piece["position"] is None for piece in choice["pieces"])
+    steps += choice["pieces"][-1]["position"] is not None
+    assert page.text("#per-step-of") == f"{number} tokens in {steps} steps"
+    assert page.text("#per-step") == f"{number / steps:.2f}"
+    assert page.text("#accepted") == str(usage["speculation"]["accepted"])
+    assert counted(page)["accepted"] == usage["speculation"]["accepted"]
+    assert sum(counted(page).values()) == number
+    said = f"Done: {number} tokens in {steps} steps. {usage['speculation']['accepted']} are"
+    assert page.text("#status").startswith(said)
+    # Each has a mark, which is no text, and says so.
+    look = page.run(
+        """[...document.querySelectorAll("#text .t")].map((t) => [
+          t.getBoundingClientRect().width > 0, t.title, getComputedStyle(t, "::before").content])"""
+    )
+    for at, (seen, title, before) in enumerate(look):
+        assert seen or at not in bare
+        assert ("no text of its own" in title) == (at in bare)
+        assert ("·" in before) == (at in bare)
+    page.run("document.getElementById('answer').focus()")
+    page.press("ArrowRight")
+    for _ in range(bare[0]):
+        page.press("ArrowRight")
+    assert page.text("#inspector").startswith("This is ")
+    assert "no text of its own" in page.text("#inspector")
+    page.run("document.getElementById('step').focus()")
+    page.press("Home")
+    assert page.text("#step-said").startswith(f"Step 1 of {steps}: ")
+
+
+def test_an_answer_that_ends_at_the_context_says_so(page: Page) -> None:
+    assert page.text("#limit") == "Prompt and answer together: at most 2,048 tokens."
+    ask(page, tokens=5)
+    assert page.text("#ended") == ""
+    ask(page, "word " * 2000, tokens=200)
+    said = re.fullmatch(
+        r"The answer ended after (\d+) tokens?: with the prompt’s ([\d,]+) they fill the context.",
+        page.text("#ended"),
+    )
+    assert said is not None
+    assert int(said[1]) == len(tokens(page))
+    assert int(said[1]) + int(said[2].replace(",", "")) in (2047, 2048)
+    assert page.text("#ended") in page.text("#status")
+
+
+def test_a_stream_that_fails_is_left(page: Page) -> None:
+    got = page.run(
+        """(async () => {
+          const { complete } = await import("/api.js");
+          const whole = window.fetch;
+          const said = [];
+          for (const data of ['{"error":{"message":"no"}}', "{"]) {
+            let left = false;
+            const body = new ReadableStream({
+              start: (to) => to.enqueue(new TextEncoder().encode(`data: ${data}\\n\\n`)),
+              cancel() { left = true; },
+            });
+            window.fetch = async () => new Response(body);
+            try {
+              for await (const _ of complete({}, { signal: new AbortController().signal }));
+            } catch (error) {
+              await new Promise((done) => setTimeout(done, 20));
+              said.push([error.name, left]);
+            }
+          }
+          window.fetch = whole;
+          return said;
+        })()"""
+    )
+    assert got == [["Error", True], ["SyntaxError", True]]
+
+
+def test_the_pictures_are_of_this_tree(tmp_path: Path) -> None:
+    (tmp_path / "paceline").mkdir()
+    (tmp_path / "paceline" / "__init__.py").write_text("")
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import take_screenshots as t, subprocess;"
+        "start, env = t.python();"
+        "subprocess.run([*start, '-c', 'import paceline; print(paceline.__file__)'], env=env)"
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", script, str(ROOT / "scripts")],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert made.stdout.strip() == str(ROOT / "src" / "paceline" / "__init__.py"), made.stderr
+
+
 def test_on_a_narrow_screen_a_run_brings_its_text_into_view(page: Page) -> None:
     page.prefer(reduced_motion="reduce")
     page.resize(390, 700)
@@ -773,7 +934,7 @@ def test_nothing_moves_where_that_is_not_wanted(page: Page) -> None:
 
 
 CONTROLS = {
-    *("button", "checkbox", "radio", "slider", "spinbutton", "textbox", "link"),
+    *("button", "checkbox", "radio", "slider", "textbox", "link"),
     "DisclosureTriangle",
 }
 
@@ -793,7 +954,7 @@ def test_a_screen_reader_is_told_of_everything(page: Page) -> None:
     assert {"banner", "main", "contentinfo", "region", "status", "alert"} <= roles
     assert ("form", "Request") in nodes
     assert [name for role, name in nodes if role == "heading"] == [
-        "The same text, in fewer steps",
+        "A text, and the steps it took",
         "Where each token came from",
         "What the drafts earned",
     ]

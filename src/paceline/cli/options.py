@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+from paceline.types import ConfigError
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -50,7 +54,8 @@ MaxSeqLen = Annotated[
 Drafter = Annotated[
     str | None,
     typer.Option(
-        help="mtp: the model's head; ngram: lookup in the text; mtp+ngram: both.",
+        help="mtp: the model's head; ngram: lookup in the text; mtp+ngram: both; module:name: a "
+        "proposer of your own, as LLM(proposer=..) takes it.",
         show_default="mtp where there is a head",
     ),
 ]
@@ -109,12 +114,16 @@ def load(
     logprobs_mode: str = "raw",
     prefix_cache: bool = True,
 ) -> LLM:
-    """Load a model, with a progress bar on standard error where that is a terminal."""
+    """Load a model, with a progress bar on standard error where that is a terminal.
+
+    Raises:
+        ConfigError: an option is not allowed, or there is no such drafter.
+    """
+    named, proposer = _drafter(drafter)
     with _loading() as progress:
         from paceline.llm import LLM
 
         chosen: Any = backend
-        named: Any = drafter
         rule: Any = acceptance
         mode: Any = logprobs_mode
         return LLM(
@@ -126,12 +135,64 @@ def load(
             dtype=dtype,
             backend=chosen,
             drafter=named,
+            proposer=proposer,
             acceptance=rule,
             logprobs_mode=mode,
             prefix_cache=prefix_cache,
             num_threads=num_threads,
             progress=progress,
         )
+
+
+def _drafter(given: str | None) -> tuple[Any, Any]:
+    """What --drafter says: a name of the package's own, or a proposer of the user's.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if given is None:
+        return None, None
+    from paceline.draft import DraftProposer
+    from paceline.llm import Drafter as Names
+
+    names = get_args(Names)
+    allowed = f"allowed are {', '.join(names)}, and module:name of a proposer of your own"
+    if given in names:
+        return given, None
+    module, _, name = given.partition(":")
+    if not module or not name:
+        raise ConfigError(f"--drafter is {given!r}; {allowed}")
+    value = _imported(given, module, name, allowed)
+    if not isinstance(value, DraftProposer) and not callable(value):
+        raise ConfigError(
+            f"--drafter {given} is {value!r:.80}; allowed are an instance of a DraftProposer, and "
+            "a callable that makes one from a ProposerContext"
+        )
+    return None, value
+
+
+def _imported(given: str, module: str, name: str, allowed: str) -> Any:
+    """The named object; modules are found as by `python -m`, in the current folder first."""
+    if not sys.flags.safe_path and not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
+    try:
+        value = import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise ConfigError(f"--drafter {given}: {module} needs {error.name}: {error}") from error
+        raise ConfigError(
+            f"--drafter is {given!r}, but there is no module {error.name!r} in {os.getcwd()} or "
+            f"where Python looks for modules; {allowed}"
+        ) from None
+    except Exception as error:
+        raise ConfigError(
+            f"--drafter {given}: importing {module} raised {type(error).__name__}: {error}"
+        ) from error
+    for part in name.split("."):
+        if not hasattr(value, part):
+            raise ConfigError(f"--drafter is {given!r}, but {module} has no {name}; {allowed}")
+        value = getattr(value, part)
+    return value
 
 
 class Output(Console):
@@ -163,7 +224,7 @@ def drafts(text: str | None) -> int | Literal["auto"] | None:
     Raises:
         ConfigError: it is neither a whole number nor auto.
     """
-    from paceline.types import MAX_NUM_DRAFTS, ConfigError
+    from paceline.types import MAX_NUM_DRAFTS
 
     if text is None or text == "auto":
         return text  # type: ignore[return-value]

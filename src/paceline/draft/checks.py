@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from paceline.draft import proposer as contract
 from paceline.draft.proposer import DraftBinding, DraftProposer, DraftShape
 from paceline.types import MAX_NUM_DRAFTS, Draft, DrafterKv, DraftRequest
 
@@ -77,13 +78,23 @@ def check_proposer(
 
     Raises:
         AssertionError: a clause is broken; names it and says what happened.
-        ValueError: the arguments leave no room for the suite.
+        ValueError: the arguments leave no room for the suite, or `make` makes no proposer.
     """
     if vocab_size < 2 or max_seq_len < _LONGEST or num_sequences < 2:
         raise ValueError(
             f"vocab_size is {vocab_size}, max_seq_len {max_seq_len}, num_sequences {num_sequences};"
             f" allowed is at least 2, {_LONGEST} and 2"
         )
+    given: Any = make
+    if isinstance(given, DraftProposer) or not callable(given):
+        what = f"a {type(given).__name__}" if isinstance(given, DraftProposer) else repr(given)
+        raise ValueError(
+            f"make is {what}; allowed is what makes a fresh proposer when it is called without "
+            "arguments, as its class does"
+        )
+    first: Any = make()
+    if not isinstance(first, DraftProposer):
+        raise ValueError(f"make() gave {first!r:.80}; allowed is what makes a DraftProposer")
     rig = _Rig(
         make,
         vocab_size,
@@ -95,7 +106,7 @@ def check_proposer(
         texts,
         seed,
     )
-    name = type(make()).__name__
+    name = type(first).__name__
     checked: list[str] = []
     declined: list[str] = []
     for clause, (check, _) in _CLAUSES.items():
@@ -105,10 +116,25 @@ def check_proposer(
         except _Broken as error:
             raise AssertionError(_told(name, error.clause or clause, str(error))) from error
         except Exception as error:
-            what = f"raised {type(error).__name__}: {error}"
+            what = f"{_call_of(error)}raised {type(error).__name__}: {error}"
             raise AssertionError(_told(name, clause, what)) from error
         (checked if served else declined).append(clause)
     return ContractReport(name, tuple(checked), tuple(declined))
+
+
+def _call_of(error: Exception) -> str:
+    """Which method of the contract an error came from, as the beginning of a sentence, or ""."""
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        # The contract's own defaults call another method, which is the one to name.
+        if code.co_name in _CALLS and code.co_filename not in (__file__, contract.__file__):
+            return f"{code.co_name} "
+        trace = trace.tb_next
+    return ""
+
+
+_CALLS = frozenset(name for name in dir(DraftProposer) if not name.startswith("_"))
 
 
 class _Broken(AssertionError):
@@ -194,6 +220,7 @@ class _Play:
         self.tokens: list[int] = []
         self.state = proposer.alloc_state_for(rig.max_seq_len) if fresh else state
         self.waiting: list[Callable[[], None]] = []
+        self.kept: tuple[Draft, tuple[Any, Any]] | None = None
         self.prompt_len = 0
         self.rows_fed = 0
         self.rows_caught = 0
@@ -290,8 +317,11 @@ class _Play:
             tokens=_ids(draft),
             confidence=None if draft.confidence is None else list(draft.confidence),
         )
+        self.kept = None
         if self.spoil:
             draft.tokens.clear()
+        else:
+            self.kept = (draft, _content(draft))
         return copied
 
     def settle(self, draft: Draft, accept: int) -> None:
@@ -303,11 +333,32 @@ class _Play:
     def verdict(self, draft: Draft, accept: int) -> list[int]:
         accept = min(accept, len(draft.tokens))
         if draft.tokens:
-            self.proposer.after_verify(accept, self.state)
+            self.tell(accept, len(draft.tokens))
         taken = draft.tokens[:accept]
         self.tokens += taken
         self.say()
         return taken
+
+    def tell(self, accepted: int, drafted: int) -> None:
+        """Hand over the verdict on a draft of so many tokens."""
+        try:
+            self.proposer.after_verify(accepted, self.state)
+        except ValueError as error:
+            changed = " after the caller changed the list that propose returned"
+            raise _Broken(
+                f"after_verify({accepted}) refused {accepted} accepted of {drafted} drafts"
+                f"{changed if self.spoil else ''}: ValueError: {error}",
+                "memory" if self.spoil else None,
+            ) from error
+        if self.kept is not None:
+            kept, due = self.kept
+            self.kept = None
+            _require(
+                _content(kept) == due,
+                f"after_verify changed the draft that propose had returned, from {due[0]} to "
+                f"{kept.tokens}; what is returned is the caller's",
+                "memory",
+            )
 
     def catch_up(self, taken: list[int]) -> None:
         """Hand over the target's streams of accepted drafts."""
@@ -377,7 +428,7 @@ class _Play:
         draft = self.propose(num_drafts)
         if what == "drop":
             if draft.tokens:
-                self.proposer.after_verify(0, self.state)
+                self.tell(0, len(draft.tokens))
             return draft
         self.settle(draft, accept)
         return draft
@@ -1029,6 +1080,11 @@ def _check_draft(draft: Any, num_drafts: int, vocab_size: int) -> None:
         )
 
 
+def _content(draft: Draft) -> tuple[Any, Any]:
+    """What a draft holds on the host, to be compared later."""
+    return list(draft.tokens), None if draft.confidence is None else list(draft.confidence)
+
+
 def _ids(draft: Draft) -> list[int]:
     """The drafted ids, wherever they are, up to the end of the chain."""
     if draft.device_tokens is None:
@@ -1038,4 +1094,4 @@ def _ids(draft: Draft) -> list[int]:
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return type(value) is int

@@ -1,8 +1,10 @@
 """The contract between an engine and whatever proposes drafts; knows no tensor at run time.
 
-A proposer may only cost or save time: every draft is verified by the target, so none can change
-what is decoded. Four verbs are required (`alloc_state`, `propose`, `after_verify`,
-`free_state`); everything else has a default that declines by value, and the engine asks by calling.
+A proposer may only cost or save time: every draft is verified by the target, and what an engine
+hands out and takes in are copies, so none can change what is decoded. (Where drafts are judged by
+the laws they were drawn from, the laws must be true: `Draft.laws`.) Four verbs are required
+(`alloc_state`, `propose`, `after_verify`, `free_state`); everything else has a default that
+declines by value, and the engine asks by calling.
 
 The pair key, drawn once; the rest of the project refers to this drawing:
 

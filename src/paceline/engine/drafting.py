@@ -2,7 +2,8 @@
 
 Keeps each sequence's proposer state, the target's streams that the next proposal starts from, and
 what a drafter has not been told yet. Knows neither schedule nor verdict rules. Whatever a proposer
-does, the target's tokens stay what they are: its errors are counted and cost its drafts only.
+drafts, returns, raises or does to what it is handed, the target's tokens stay what they are: it
+works on copies, what it returns is copied, and its errors are counted and cost its drafts only.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +23,11 @@ from paceline.cache.blocks import BLOCK_TOKENS
 from paceline.draft.proposer import ContextFeed, DraftProposer, KvHandover
 from paceline.draft.prune import prune_drafts
 from paceline.engine.sequence import BatchRow, Sequence
+from paceline.sampling.grammar import GrammarCursor, Words
 from paceline.types import Draft, DrafterKv, DraftRequest
+
+if TYPE_CHECKING:
+    from paceline.sampling.request import Sampler
 
 __all__ = ["MAX_FAILURES", "Drafting", "Fed", "may_draft"]
 
@@ -31,6 +37,9 @@ _FAILED = object()
 """What a contained call gives where the proposer raised; None is an answer of its own."""
 
 _NOTHING = Draft(tokens=[])
+
+_ROUNDING = 1e-6
+"""How far from 1 the sum of a law may be."""
 
 _LEAST_KEPT = 128
 """Streams kept of a stretch without drafts, whatever a proposer wants of prompts."""
@@ -60,6 +69,95 @@ class Fed:
     end: int
     ends: Items[int] = ()
     copied: dict[int, DrafterKv] = field(default_factory=dict)
+
+
+class _Lent(GrammarCursor):
+    """A sequence's cursor as a proposer gets it: it walks on from here, and only until it answers.
+
+    The masks stay those of the one cursor, so that nothing is computed twice.
+    """
+
+    __slots__ = ("_cursor", "_depth", "_is_open")
+
+    def __init__(self, cursor: GrammarCursor) -> None:
+        self._cursor = cursor
+        self._depth = 0
+        self._is_open = True
+
+    @property
+    def num_tokens(self) -> int:
+        return self._cursor.num_tokens
+
+    @property
+    def error(self) -> str | None:
+        return self._cursor.error
+
+    @property
+    def is_finished(self) -> bool:
+        return self._cursor.is_finished
+
+    def mask(self) -> Words:
+        return self._cursor.mask()
+
+    def advance(self, token: int) -> bool:
+        if not self._is_open:
+            raise ValueError("a request's grammar is walked after propose returned")
+        walked = self._cursor.advance(token)
+        self._depth += walked
+        return walked
+
+    def rollback(self, num_tokens: int) -> None:
+        if not 0 <= num_tokens <= self._depth or not self._is_open:
+            raise ValueError(
+                f"{num_tokens} tokens of a grammar are taken back; this propose walked "
+                f"{self._depth if self._is_open else 'none'}"
+            )
+        self._cursor.rollback(num_tokens)
+        self._depth -= num_tokens
+
+    def copy(self) -> GrammarCursor:
+        return self._cursor.copy()
+
+    def give_back(self) -> int:
+        """End the loan; the tokens that were walked and not taken back, which are now."""
+        self._is_open = False
+        left, self._depth = self._depth, 0
+        if left:
+            self._cursor.rollback(left)
+        return left
+
+
+class _Shown:
+    """What a proposer sees of one sequence: copies that follow it, so that no change reaches it."""
+
+    __slots__ = ("history", "num_committed", "num_tokens", "sampler")
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.history = list(sequence.tokens)
+        self.num_tokens = len(self.history)
+        self.sampler: Sampler | None = None
+        self.num_committed = 0
+
+    def follow(self, tokens: list[int]) -> bool:
+        """Add what the sequence said since; False where the list had to be made anew."""
+        known, history = self.num_tokens, self.history
+        self.num_tokens = len(tokens)
+        if len(history) != known:
+            history[:] = tokens
+            return False
+        history.extend(tokens[known:])
+        return True
+
+    def sampler_of(self, sequence: Sequence) -> Sampler | None:
+        """The twin of what picks the sequence's next token; made where it is first wanted."""
+        if sequence.sampler is None:
+            return None
+        if self.sampler is None:
+            self.sampler = deepcopy(sequence.sampler)
+        else:
+            self.sampler.commit(sequence.tokens[self.num_committed :])
+        self.num_committed = len(sequence.tokens)
+        return self.sampler
 
 
 class Drafting:
@@ -125,6 +223,7 @@ class Drafting:
         self.snapshots = snapshots and copies and not self._defers_prompt
         self._group = max(1, proposer.propose_batch_max())
         self._states: dict[int, Any] = {}
+        self._shown: dict[int, _Shown] = {}
         self._deferred: dict[int, list[tuple[torch.Tensor, int, int]]] = {}
         self._held_through: dict[int, int] = {}
         self._carried: dict[int, DrafterKv] = {}
@@ -204,6 +303,7 @@ class Drafting:
         self._deferred.clear()
         self._held_through.clear()
         self._behind.clear()
+        self._shown.clear()
         for state in self._states.values():
             self._contained(self.proposer.free_state, state)
         self._states.clear()
@@ -255,6 +355,7 @@ class Drafting:
         self._deferred.pop(sequence.id, None)
         self._held_through.pop(sequence.id, None)
         self._behind.discard(sequence.id)
+        self._shown.pop(sequence.id, None)
         if sequence.id in self._states:
             self._contained(self.proposer.free_state, self._states.pop(sequence.id))
 
@@ -317,7 +418,6 @@ class Drafting:
         )
 
     def _propose_group(self, rows: Items[BatchRow]) -> list[Draft]:
-        proposer = self.proposer
         for row in rows:
             self._feed_deferred(row.sequence)
             if row.sequence.id in self._behind:
@@ -327,39 +427,61 @@ class Drafting:
             return [_NOTHING] * len(rows)
         states = [self._states[row.sequence.id] for row in rows]
         requests = [self._request(row) for row in rows]
-        answers: Any = None
-        if len(rows) > 1:
-            answers = self._contained(proposer.propose_batch, requests, states)
-            if isinstance(answers, list) and len(answers) != len(rows):
-                self._note_failure(f"{len(answers)} drafts for {len(rows)} requests")
-                return [_NOTHING] * len(rows)
-            if answers is _FAILED:
-                # Some states may be half way; asking each again would not make them whole.
-                return [_NOTHING] * len(rows)
-        if not isinstance(answers, list):
-            answers = [
-                _FAILED if self.is_off else self._propose_one(request, state)
-                for request, state in zip(requests, states, strict=True)
-            ]
+        try:
+            answers = self._answers(requests, states)
+        finally:
+            for request in requests:
+                if isinstance(request.grammar, _Lent) and (left := request.grammar.give_back()):
+                    self._note_failure(f"propose left a grammar {left} tokens further on")
         return [
             self._checked(answer, request, state)
             for answer, request, state in zip(answers, requests, states, strict=True)
+        ]
+
+    def _answers(self, requests: list[DraftRequest], states: list[Any]) -> list[Any]:
+        """What the proposer returns for each request, as it is; `_FAILED` where it raised."""
+        proposer = self.proposer
+        answers: Any = None
+        if len(requests) > 1:
+            answers = self._contained(proposer.propose_batch, requests, states)
+            if isinstance(answers, list) and len(answers) != len(requests):
+                self._note_failure(f"{len(answers)} drafts for {len(requests)} requests")
+                return [_FAILED] * len(requests)
+            if answers is _FAILED:
+                # Some states may be half way; asking each again would not make them whole.
+                return [_FAILED] * len(requests)
+        if isinstance(answers, list):
+            return answers
+        return [
+            _FAILED if self.is_off else self._propose_one(request, state)
+            for request, state in zip(requests, states, strict=True)
         ]
 
     def _request(self, row: BatchRow) -> DraftRequest:
         sequence = row.sequence
         # Only ids that are chosen without the host's help can stay where the host does not see.
         stays = self._on_device and sequence.picks_largest and not self._measures
+        shown = self._shown.get(sequence.id)
+        if shown is None:
+            shown = self._shown[sequence.id] = _Shown(sequence)
+        elif not shown.follow(sequence.tokens):
+            self._note_failure("request.history was made longer or shorter")
+        sampler = None
+        if not sequence.picks_largest:
+            sampler = self._contained(shown.sampler_of, sequence)
+            if sampler is _FAILED:
+                sampler = shown.sampler = deepcopy(sequence.sampler)
+                shown.num_committed = len(sequence.tokens)
         return DraftRequest(
             last_token=sequence.tokens[-1],
             position=len(sequence.tokens) - 1,
             target_hidden=self._kept_row(sequence, len(sequence.tokens) - 2),
             num_drafts=row.max_drafts,
-            history=sequence.tokens,
+            history=shown.history,
             draft_embed_target=self._embed_target(sequence) if stays else None,
-            sampler=None if sequence.picks_largest else sequence.sampler,
+            sampler=sampler,
             draws=self._draws,
-            grammar=sequence.grammar,
+            grammar=None if sequence.grammar is None else _Lent(sequence.grammar),
         )
 
     def _propose_one(self, request: DraftRequest, state: Any) -> Any:
@@ -380,35 +502,59 @@ class Drafting:
         return self._embeds[sequence.handle.slot]
 
     def _checked(self, draft: Any, request: DraftRequest, state: Any) -> Draft:
-        """A draft cut to its leading tokens that can be verified."""
+        """A copy of a draft, cut to its leading tokens that can be verified.
+
+        A copy, since the proposer may keep what it returned and change it before the verdict.
+        """
         if draft is _FAILED:
             return _NOTHING
-        if isinstance(draft, Draft) and draft.device_tokens is not None:
-            if draft.num_tokens <= request.num_drafts:
-                return draft
-            self._note_failure(f"{draft.num_tokens} drafts; allowed are {request.num_drafts}")
-            return replace(draft, device_tokens=draft.device_tokens[: request.num_drafts])
         if not isinstance(draft, Draft) or not isinstance(draft.tokens, list):
             self._note_failure(f"{draft!r:.80} where a Draft with a list of ids is due")
             return _NOTHING
-        vocab, tokens = self._vocab_size, draft.tokens
-        good = 0
+        tokens, source = list(draft.tokens), draft.source
+        if source is not None and type(source) is not str:
+            source = None
+        left = draft.device_tokens
+        if left is not None:
+            if not isinstance(left, torch.Tensor) or left.dtype != torch.int64 or left.dim() != 1:
+                self._note_failure(f"{left!r:.80} where device_tokens of [n] int64 are due")
+                return _NOTHING
+            if request.draft_embed_target is not None:
+                if left.shape[0] > request.num_drafts:
+                    self._note_failure(f"{left.shape[0]} drafts; allowed are {request.num_drafts}")
+                    left = left[: request.num_drafts]
+                return Draft(tokens=[], device_tokens=left, source=source)
+            tokens = left.tolist()
+            if -1 in tokens:
+                del tokens[tokens.index(-1) :]
+                if not tokens:
+                    self._contained(self.proposer.after_verify, 0, state)
+        vocab, good = self._vocab_size, 0
         for token in tokens[: request.num_drafts]:
-            whole = isinstance(token, int) and not isinstance(token, bool)
-            if not whole or not 0 <= token < vocab:
+            # A subclass of int could say what it likes when it is compared with the target's id.
+            if type(token) is not int or not 0 <= token < vocab:
                 break
             good += 1
-        if good == len(tokens):
-            return draft
-        if good < request.num_drafts:
-            self._note_failure(f"draft id {tokens[good]!r}; allowed are ids 0 to {vocab - 1}")
-        else:
-            self._note_failure(f"{len(tokens)} drafts; allowed are {request.num_drafts}")
-        if not good:
-            self._contained(self.proposer.after_verify, 0, state)
-        confidence = draft.confidence[:good] if draft.confidence else None
-        laws = draft.laws[:good] if draft.laws else None
-        return replace(draft, tokens=tokens[:good], confidence=confidence, laws=laws)
+        if good < len(tokens):
+            if good < request.num_drafts:
+                self._note_failure(f"draft id {tokens[good]!r}; allowed are ids 0 to {vocab - 1}")
+            else:
+                self._note_failure(f"{len(tokens)} drafts; allowed are {request.num_drafts}")
+            if not good:
+                self._contained(self.proposer.after_verify, 0, state)
+            del tokens[good:]
+        confidence = laws = None
+        if draft.confidence is not None and self._measures:
+            confidence = self._contained(_floats, draft.confidence, good)
+        if draft.laws is not None and self._draws:
+            laws = self._contained(_laws, draft.laws, good, vocab)
+        return Draft(
+            tokens=tokens,
+            confidence=None if confidence is _FAILED else confidence,
+            # A draft without a law counts as chosen, which keeps the target's law whatever it was.
+            laws=None if laws is _FAILED else laws,
+            source=source,
+        )
 
     def drop(self, sequence: Sequence) -> None:
         """Take back a draft that no verdict will follow."""
@@ -529,6 +675,11 @@ class Drafting:
         newest = self._contained(self.proposer.last_pair_key, state)
         if newest is _FAILED or self._kept is None:
             return
+        if newest is not None and not isinstance(newest, int):
+            self._note_failure(
+                f"last_pair_key returned {newest!r:.80}; allowed are an int and None"
+            )
+            return
         slot, position = sequence.handle.slot, len(sequence.tokens) - 1
         # Keys up to position - 2; the pair of the token sampled last is the propose's own.
         oldest = max(self._kept_from[slot], position - self._ring)
@@ -639,6 +790,39 @@ class Drafting:
                 type(self.proposer).__name__,
                 self.num_failures,
             )
+
+
+def _floats(given: list[float], count: int) -> list[float]:
+    """The first `count` measures of a draft.
+
+    Raises:
+        ValueError: there are fewer, or one is no number.
+    """
+    measures = [float(each) for each in given[:count]]
+    if len(measures) < count:
+        raise ValueError(f"confidence has {len(measures)} numbers for {count} drafts")
+    return measures
+
+
+def _laws(
+    given: list[npt.NDArray[np.float64] | None], count: int, vocab_size: int
+) -> list[npt.NDArray[np.float64] | None]:
+    """Copies of the laws of the first `count` drafts.
+
+    Raises:
+        ValueError: there are fewer, or one is no law over the vocabulary.
+    """
+    laws: list[npt.NDArray[np.float64] | None] = []
+    for law in given[:count]:
+        copied = None if law is None else np.array(law, dtype=np.float64)
+        if copied is not None and (
+            copied.shape != (vocab_size,) or not abs(copied.sum() - 1) < _ROUNDING
+        ):
+            raise ValueError(f"a law has shape {copied.shape} and sums to {copied.sum()}")
+        laws.append(copied)
+    if len(laws) < count:
+        raise ValueError(f"laws has {len(laws)} entries for {count} drafts")
+    return laws
 
 
 def may_draft(sequence: Sequence, emitted: int) -> bool:

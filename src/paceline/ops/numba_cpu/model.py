@@ -499,6 +499,7 @@ class FusedModel(_Fused):
         self._finish(layers)
         self._pools: CachePools | None = None
         self._logits = torch.zeros((0, config.vocab_size))
+        self._picks = np.zeros(0, np.int64)
         self._hiddens = torch.zeros(0)
         # What was told of inputs, which are the same objects for every step of a shape.
         self._told: dict[int, _Told] = {}

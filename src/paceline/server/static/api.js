@@ -78,28 +78,33 @@ export async function* complete(body, { key, signal }) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   let over = false;
-  for (;;) {
-    let read;
-    try {
-      read = await reader.read();
-    } catch (error) {
-      if (signal.aborted || error.name === "AbortError") throw error;
-      throw new ApiError(0, "The connection broke off.");
+  try {
+    for (;;) {
+      let read;
+      try {
+        read = await reader.read();
+      } catch (error) {
+        if (signal.aborted || error.name === "AbortError") throw error;
+        throw new ApiError(0, "The connection broke off.");
+      }
+      if (read.done) break;
+      const parts = (rest + read.value).split("\n\n");
+      rest = parts.pop();
+      const events = [];
+      for (const part of parts) {
+        const data = part.replace(/^data: /, "");
+        if (data === "[DONE]") over = true;
+        else events.push(JSON.parse(data));
+      }
+      for (const event of events) {
+        if (event.error) throw new ApiError(500, `The server failed: ${event.error.message}`);
+      }
+      // Together, since they came together: whoever takes the time does it once.
+      if (events.length) yield events;
     }
-    if (read.done) break;
-    const parts = (rest + read.value).split("\n\n");
-    rest = parts.pop();
-    const events = [];
-    for (const part of parts) {
-      const data = part.replace(/^data: /, "");
-      if (data === "[DONE]") over = true;
-      else events.push(JSON.parse(data));
-    }
-    for (const event of events) {
-      if (event.error) throw new ApiError(500, `The server failed: ${event.error.message}`);
-    }
-    // Together, since they came together: whoever takes the time does it once.
-    if (events.length) yield events;
+  } finally {
+    // Left early, the answer would go on to be sent; the reason it was left is the one to tell.
+    reader.cancel().catch(() => {});
   }
   if (!over) throw new ApiError(0, "The answer broke off.");
 }

@@ -103,7 +103,8 @@ async function introduce() {
   }
   setError("key", "");
   context = found.context;
-  byId("tokens").max = String(context - 1);
+  say("limit", `Prompt and answer together: at most ${count.format(context)} tokens.`);
+  byId("limit").hidden = false;
   const drafter = { null: "", none: ", no drafter" }[found.drafter] ?? `, drafts by ${found.drafter}`;
   say("served", `${found.name}, ${count.format(context)} tokens of context${drafter}`);
   if (found.drafts === "auto") byId("auto").checked = true;
@@ -127,11 +128,17 @@ function showDrafts() {
   byId("drafts").disabled = number === "auto";
   say("drafts-shown", number === "auto" ? "auto" : String(number));
   byId("compare").disabled = number === 0;
+  byId("compare-note").hidden = number !== 0;
   // What is shown belongs to the run that made it.
   if (running || shown.length) return;
-  say("on-name", draftsName(number));
+  nameRuns(number);
   showRamp(number);
   showPositions(steps.summary(), number);
+}
+
+function nameRuns(number) {
+  say("on-name", draftsName(number));
+  byId("off-row").hidden = number === 0;
 }
 
 function setError(id, message) {
@@ -149,6 +156,8 @@ function clearErrors() {
   for (const id of FIELDS) setError(id, "");
   keyField.removeAttribute("aria-invalid");
   say("problem", "");
+  // Of the run before.
+  say("status", "");
 }
 
 /** Show a field's error beside it, and go there. */
@@ -167,12 +176,13 @@ class FieldError extends Error {
 
 function number(id, what, { low, high = Infinity, whole = false }) {
   const given = byId(id).value.trim();
-  const value = Number(given);
-  const right = given !== "" && value >= low && value <= high;
+  // `Number` alone takes more, such as 0x10.
+  const value = /^[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i.test(given) ? Number(given) : NaN;
+  const right = Number.isFinite(value) && value >= low && value <= high;
   if (!right || (whole && !Number.isSafeInteger(value))) {
-    const upTo = high === Infinity ? "or more" : `to ${count.format(high)}`;
-    const kind = whole ? "a whole number, " : "";
-    throw new FieldError(id, `${what} must be ${kind}${low} ${upTo}.`);
+    const upTo = high === Infinity ? "or more" : `to ${high}`;
+    const kind = whole ? "a whole number" : "a number such as 0.5";
+    throw new FieldError(id, `${what} must be ${kind}, ${low} ${upTo}; “${given}” is not.`);
   }
   return value;
 }
@@ -185,7 +195,7 @@ function readForm() {
     num_drafts: drafts(),
     max_tokens: number("tokens", "Tokens", { low: 1, high: context ?? Infinity, whole: true }),
     temperature: number("temperature", "Temperature", { low: 0 }),
-    seed: number("seed", "Seed", { low: 0, whole: true }),
+    seed: number("seed", "Seed", { low: 0, high: Number.MAX_SAFE_INTEGER, whole: true }),
     stream: true,
     stream_options: { include_usage: true },
     return_pieces: true,
@@ -237,9 +247,9 @@ function tell(error) {
 /**
  * Run a request to its end.
  *
- * Returns its ids, its usage, and tokens per second from the first event to the last that held
- * tokens (null: too short to tell). `onPieces` gets the pieces as they come, and with them the
- * number of tokens and the rate so far.
+ * Returns its ids, its usage, why it ended, and tokens per second from the first event to the last that held
+ * tokens (null: too short to tell). `onPieces` gets the pieces as they come, one per token, and
+ * with them the rate so far.
  */
 async function run(body, signal, onPieces) {
   const ids = [];
@@ -247,6 +257,7 @@ async function run(body, signal, onPieces) {
   let metrics = null;
   let first = null;
   let rate = null;
+  let reason = null;
   for await (const events of complete(body, { key: keyField.value, signal })) {
     const now = performance.now();
     const before = ids.length;
@@ -257,15 +268,16 @@ async function run(body, signal, onPieces) {
       for (const choice of event.choices) {
         ids.push(...choice.token_ids);
         pieces.push(...choice.pieces);
+        reason = choice.finish_reason ?? reason;
       }
     }
     if (ids.length > before) {
       if (first === null) first = { time: now, tokens: ids.length };
       else if (now > first.time) rate = (1000 * (ids.length - first.tokens)) / (now - first.time);
     }
-    onPieces(pieces, ids.length, rate);
+    onPieces(pieces, rate);
   }
-  return { ids, usage, metrics, rate };
+  return { ids, usage, metrics, rate, reason };
 }
 
 async function start() {
@@ -342,8 +354,10 @@ function stop() {
 }
 
 function stopped(on) {
+  // What came and waits for the next frame is counted too.
+  draw();
   say("verdict", on ? "Stopped before the comparison was over." : "Stopped.");
-  say("status", `Stopped after ${plural(shown.length, "token")}.`);
+  say("status", `Stopped after ${plural(steps.tokens, "token")}.`);
 }
 
 function setRunning(is) {
@@ -363,14 +377,12 @@ let frame = 0;
 /** The number of the token that is looked at, or null. */
 let here = null;
 let drawnDrafts = 0;
-let numTokens = 0;
 let rateSoFar = null;
 
 function clear(body) {
   steps = new Steps();
   shown = [];
   waiting = [];
-  numTokens = 0;
   rateSoFar = null;
   text.replaceChildren();
   byId("echo").textContent = body.prompt;
@@ -381,12 +393,13 @@ function clear(body) {
   stepSlider.disabled = true;
   byId("play").disabled = true;
   for (const id of ["length", "per-step", "accepted", "on-rate", "off-rate"]) say(id, "–");
-  for (const id of ["per-step-of", "accepted-of", "timed", "verdict", "same", "step-said"]) {
+  for (const id of ["per-step-of", "accepted-of", "timed", "verdict", "same", "step-said", "ended",
+    "forced-drafted"]) {
     say(id, "");
   }
   setBar("on-bar", 0);
   setBar("off-bar", 0);
-  say("on-name", draftsName(body.num_drafts));
+  nameRuns(body.num_drafts);
   showRamp(body.num_drafts);
   showCounts(steps.summary(), body.num_drafts);
 }
@@ -399,9 +412,8 @@ function bringIntoView() {
   byId("answer-title").scrollIntoView({ behavior: still ? "instant" : "smooth" });
 }
 
-function take(number, pieces, tokens, rate) {
+function take(number, pieces, rate) {
   waiting.push(...pieces);
-  numTokens = tokens;
   rateSoFar = rate;
   drawnDrafts = number;
   // At most once a frame: the browser and the model may share the same cores.
@@ -420,8 +432,9 @@ function draw() {
     const element = document.createElement("span");
     element.className = `t ${piece.origin}`;
     if (piece.origin === "accepted") element.classList.add(`a${piece.position}`);
+    if (piece.text === "") element.classList.add("bare");
     if (piece.text.startsWith("\n")) element.classList.add("line");
-    element.title = `${describe(piece)} (step ${step})`;
+    element.title = `${describe(piece)} (step ${step + 1})`;
     element.textContent = piece.text;
     element.dataset.at = String(shown.length);
     shown.push({ ...piece, element, step });
@@ -438,12 +451,18 @@ function showCounts(summary, number) {
   for (const [origin, tokens] of Object.entries(steps.counts)) {
     say(`count-${origin}`, count.format(tokens));
   }
+  const { tokens, forcedDrafts } = steps;
+  say("forced-drafted", forcedDrafts ? `; ${count.format(forcedDrafts)} of them drafted` : "");
   if (steps.list.length) {
-    say("length", fixed.format(meanLength(summary)));
-    say("per-step", fixed.format(numTokens / steps.list.length));
-    say("per-step-of", `${plural(numTokens, "token")} in ${plural(steps.list.length, "step")}`);
+    const drafted = summary.draftSteps > 0;
+    say("length", drafted ? fixed.format(meanLength(summary)) : "–");
+    say("length-of", drafted ? "tokens a step with drafts" : "no step had drafts");
+    say("per-step", fixed.format(tokens / steps.list.length));
+    say("per-step-of", `${plural(tokens, "token")} in ${plural(steps.list.length, "step")}`);
     say("accepted", count.format(summary.accepted));
-    say("accepted-of", summary.drafted === null ? "" : `of ${plural(summary.drafted, "draft")}`);
+    const parts = summary.drafted === null ? [] : [`of ${plural(summary.drafted, "draft")}`];
+    if (forcedDrafts) parts.push(`${count.format(forcedDrafts)} of the accepted were forced`);
+    say("accepted-of", parts.join("; "));
   }
   showPositions(summary, number);
 }
@@ -463,6 +482,8 @@ function showPositions({ draftSteps, draftedAt, reachedAt, acceptedAt }, number)
   const seen = Math.max(reachedAt.length, draftedAt?.length ?? 0);
   const most = number === "auto" ? seen : Math.max(number, seen);
   const body = byId("positions");
+  byId("positions-table").hidden = number === 0;
+  byId("no-positions").hidden = number !== 0;
   while (body.rows.length > Math.max(most, 1)) body.deleteRow(-1);
   while (body.rows.length < Math.max(most, 1)) addPosition(body);
   for (const [at, row] of [...body.rows].entries()) {
@@ -500,6 +521,12 @@ function finish(on, body) {
   showCounts(told(on.usage, on.metrics) ?? steps.summary(), body.num_drafts);
   say("on-rate", rateName(on.rate));
   setBar("on-bar", on.rate === null ? 0 : 1);
+  say("timed", "The run that is shown, from its first token to its last, drawn as it came.");
+  // The server shortens an answer to what the context has room for.
+  if (on.reason === "length" && on.ids.length < body.max_tokens) {
+    say("ended", `The answer ended after ${plural(on.ids.length, "token")}: with the prompt’s ` +
+      `${count.format(on.usage.prompt_tokens)} they fill the context.`);
+  }
 }
 
 function rateName(rate) {
@@ -544,12 +571,15 @@ function verdict({ on, off }) {
 }
 
 function summed(on, compared) {
+  const { forcedDrafts } = steps;
+  const forced = forcedDrafts ? `, ${count.format(forcedDrafts)} of them forced` : "";
   const parts = [
-    `Done: ${plural(on.ids.length, "token")} in ${plural(steps.list.length, "step")}.`,
-    `${count.format(steps.counts.accepted)} are accepted drafts.`,
+    `Done: ${plural(steps.tokens, "token")} in ${plural(steps.list.length, "step")}.`,
+    `${count.format(steps.summary().accepted)} are accepted drafts${forced}.`,
+    byId("ended").textContent,
   ];
   if (compared) parts.push(byId("verdict").textContent, byId("same").textContent);
-  return parts.join(" ");
+  return parts.filter(Boolean).join(" ");
 }
 
 // One token
@@ -562,8 +592,9 @@ function inspect(at) {
   piece.element.classList.add("here");
   const quoted = document.createElement("code");
   quoted.textContent = piece.text.replaceAll("\n", "↵").replaceAll("\t", "⇥");
-  const words = ` is ${{ accepted: "an " }[piece.origin] ?? ""}${describe(piece)} (step ${piece.step}).`;
-  byId("inspector").replaceChildren("“", quoted, `”${words}`);
+  const words = ` is ${{ accepted: "an " }[piece.origin] ?? ""}${describe(piece)} (step ${piece.step + 1}).`;
+  if (piece.text === "") byId("inspector").replaceChildren(`This${words}`);
+  else byId("inspector").replaceChildren("“", quoted, `”${words}`);
 }
 
 text.addEventListener("pointerover", ({ target }) => {
@@ -605,7 +636,7 @@ function showStep(step) {
     piece.element.classList.toggle("later", piece.step > step);
     piece.element.classList.toggle("now", piece.step === step);
   }
-  const of = `Step ${step} of ${steps.list.length - 1}`;
+  const of = `Step ${step + 1} of ${steps.list.length}`;
   const said = step === 0 && steps.list[0].end === "target"
     ? "the prompt is read, and the model writes its first token"
     : describeStep(steps.list[step]);

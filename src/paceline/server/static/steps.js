@@ -5,14 +5,17 @@ export const MOST_DRAFTS = 8;
 /**
  * Tokens told apart by step, and counts over them, as they arrive.
  *
- * A step emits accepted drafts, positions 1 to n, and then one token of the model's own. That one
- * may have no text (half a character, an end), so a step is over too where a position does not go
- * up.
+ * A step emits accepted drafts, positions 1 to n, and then one token of the model's own. A block
+ * that was cut has none, so a step is over too where a position does not go up.
  */
 export class Steps {
   /** Per step: drafts accepted, and the origin of its own token or null. */
   list = [];
   counts = { accepted: 0, corrected: 0, bonus: 0, target: 0, forced: 0 };
+  /** Tokens of all origins, those without text included. */
+  tokens = 0;
+  /** Forced tokens that were drafted: accepted drafts of another name. */
+  forcedDrafts = 0;
 
   /** Count a piece; return the number of its step, from 0. */
   add({ origin, position }) {
@@ -24,6 +27,8 @@ export class Steps {
     if (position === null) step.end = origin;
     else step.accepted = position;
     this.counts[origin] += 1;
+    this.tokens += 1;
+    if (origin === "forced" && position !== null) this.forcedDrafts += 1;
     return this.list.length - 1;
   }
 
@@ -73,8 +78,13 @@ export function meanLength({ accepted, draftSteps }) {
 }
 
 /** What a token is, in words. */
-export function describe({ origin, position }) {
+export function describe({ text, origin, position }) {
   const place = position === null ? "" : `, position ${position}`;
+  const bare = text === "" ? "; no text of its own" : "";
+  return bareWords(origin, position, place) + bare;
+}
+
+function bareWords(origin, position, place) {
   return {
     accepted: `accepted draft${place}`,
     corrected: "corrected: the model’s own token in place of a refused draft",
