@@ -31,7 +31,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import common
 
@@ -121,13 +121,22 @@ def through_library(llm: LLM, max_tokens: int) -> dict[str, Any]:
 
 
 @contextmanager
-def serving(llm: LLM) -> Iterator[tuple[EngineThread, Connection]]:
-    """A server in this process and a client in another."""
+def served(
+    llm: LLM, *, max_waiting: int = 64, log: TextIO | None = None
+) -> Iterator[tuple[EngineThread, int]]:
+    """A server in this process, as `paceline serve` makes it, and its port.
+
+    Args:
+        llm: what answers; stays open.
+        max_waiting: answers that may wait.
+        log: where each request has its line; None: a text that is dropped.
+    """
     from paceline.server.app import Settings, create_app
     from paceline.server.engine_thread import EngineThread
     from paceline.server.http import http_server
     from paceline.server.logs import RequestLog
     from paceline.server.metrics import ServerMetrics
+    from paceline.server.page import page_routes
 
     ports: list[int] = []
     ready = threading.Event()
@@ -136,31 +145,47 @@ def serving(llm: LLM) -> Iterator[tuple[EngineThread, Connection]]:
         ports.append(port)
         ready.set()
 
-    metrics = ServerMetrics(model="model")
     engine = EngineThread(
         llm,
+        max_waiting=max_waiting,
         after_step=lambda stepped, emitted, queued: metrics.after_step(
             stepped, num_emitted=emitted, num_queued=queued
         ),
     )
-    app = create_app(engine, Settings(name="model"), metrics=metrics, log=RequestLog(io.StringIO()))
+    metrics = ServerMetrics(model="model", is_healthy=lambda: engine.trouble is None)
+    app = create_app(
+        engine,
+        Settings(name="model"),
+        metrics=metrics,
+        log=RequestLog(log or io.StringIO()),
+        pages=page_routes(),
+    )
     server = http_server(app, engine, host="127.0.0.1", port=0, on_ready=on_ready)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     if not ready.wait(START_SECONDS):
         raise RuntimeError("the server does not start")
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=client, args=(theirs, ports[0]), daemon=True)
-    process.start()
-    theirs.close()
     try:
-        yield engine, ours
+        yield engine, ports[0]
     finally:
-        ours.close()
-        process.join(10)
         server.should_exit = True
         thread.join()
+
+
+@contextmanager
+def serving(llm: LLM) -> Iterator[tuple[EngineThread, Connection]]:
+    """A server in this process and a client in another."""
+    with served(llm) as (engine, port):
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=client, args=(theirs, port), daemon=True)
+        process.start()
+        theirs.close()
+        try:
+            yield engine, ours
+        finally:
+            ours.close()
+            process.join(10)
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:

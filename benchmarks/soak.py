@@ -3,7 +3,8 @@
 Clients, in a process of their own, ask for whole answers and streams of completions and chats,
 greedy and drawn, one and several, free and under a schema. They leave in the middle of an answer or
 of a request, read slowly, and send what is no request. Every answer is compared with what the same
-request was given before, when it was alone.
+request was given before, when it was alone. The server is the application as `paceline serve` makes
+it, with its metrics, log and page, which are asked for meanwhile.
 
     python benchmarks/soak.py --json benchmarks/results/soak.json
 """
@@ -12,11 +13,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import json
 import random
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -24,11 +25,9 @@ from typing import Any
 
 import common
 import httpx
+from serving import served
 
 from paceline import LLM, bundled_model_path
-from paceline.server.app import Settings, create_app
-from paceline.server.engine_thread import EngineThread
-from paceline.server.http import http_server
 
 STARTS = [f"{kind} number_{n}" for n in range(20) for kind in ("def", "class", "# The", "import")]
 SCHEMA = {
@@ -44,6 +43,10 @@ BROKEN: list[bytes] = [
 ]  # fmt: skip
 GROWTH = 0.05
 """Share by which memory may be larger in the last quarter than in the second: its noise."""
+
+
+IDLE_SECONDS = 60.0
+"""Longest wait for the engine to have nothing to do once the clients are gone."""
 
 
 def asked(place: int) -> tuple[str, dict[str, Any]]:
@@ -77,6 +80,21 @@ def whole(document: dict[str, Any]) -> list[str]:
     return [said(choice) for choice in document["choices"]]
 
 
+class Lines(io.TextIOBase):
+    """A log that is written and not kept, so that it is not the memory that grows.
+
+    Attributes:
+        count: lines so far.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def write(self, text: str) -> int:
+        self.count += text.count("\n")
+        return len(text)
+
+
 class Clients:
     """Many of them at one server.
 
@@ -102,7 +120,16 @@ class Clients:
                 self._expected.append(whole(answer.raise_for_status().json()))
             print("alone", flush=True)
             self._end = time.monotonic() + self._seconds
-            await asyncio.gather(*(self._client(http, seed) for seed in range(streams)))
+            clients = [self._client(http, seed) for seed in range(streams)]
+            await asyncio.gather(self._watch(http), *clients)
+
+    async def _watch(self, http: httpx.AsyncClient) -> None:
+        """Do what operators do."""
+        while time.monotonic() < self._end:
+            for path in ("/metrics", "/health", "/"):
+                answer = await http.get(path)
+                self.counts["watched" if answer.is_success else "WRONG STATUS"] += 1
+            await asyncio.sleep(1.0)
 
     async def _client(self, http: httpx.AsyncClient, seed: int) -> None:
         chance = random.Random(seed)
@@ -251,28 +278,16 @@ def main() -> None:
         return
     about = common.provenance(model=bundled_model_path(), prompts=common.PROMPTS)
     with LLM(max_seq_len=512, num_threads=args.num_threads, num_drafts=3) as llm:
-        engine = EngineThread(llm, max_waiting=args.streams)
-        app = create_app(engine, Settings(name="model"))
-        ports: list[int] = []
-        ready = threading.Event()
-        server = http_server(
-            app,
-            engine,
-            host="127.0.0.1",
-            port=0,
-            on_ready=lambda port: (ports.append(port), ready.set())[0],
-        )
-        thread = threading.Thread(target=server.run, daemon=True)
-        thread.start()
-        ready.wait()
-        counts, memory = under_load(f"http://127.0.0.1:{ports[0]}", args)
-        while llm.engine.has_work:
-            time.sleep(0.01)
-        llm.engine.check_idle()
+        lines = Lines()
+        with served(llm, max_waiting=args.streams, log=lines) as (engine, port):
+            counts, memory = under_load(f"http://127.0.0.1:{port}", args)
+            end = time.monotonic() + IDLE_SECONDS
+            while (engine.num_answers or llm.engine.has_work) and time.monotonic() < end:
+                time.sleep(0.01)
+            # What is left behind, a request included, is an error.
+            llm.engine.check_idle()
         stats, steps = llm.engine.speculation, llm.engine.num_forwards
         running = llm.engine.max_num_seqs
-        server.should_exit = True
-        thread.join()
     wrong = {name: counts[name] for name in ("LOST", "MIXED", "WRONG STATUS") if counts[name]}
     quarter = max(1, len(memory) // 4)
     early, late = max(memory[quarter : 2 * quarter], default=0), max(memory[-quarter:], default=0)
@@ -288,13 +303,12 @@ def main() -> None:
             "drafts": 3,
             "most answers at once": running,
         },
-        "seconds": args.seconds,
-        "streams": args.streams,
         "requests": dict(sorted(counts.items())),
         "steps": steps,
         "tokens": stats.num_emitted,
         "drafted": stats.num_drafted,
         "accepted": stats.num_accepted,
+        "log_lines": lines.count,
         "memory_mib": {"second_quarter": round(early), "last_quarter": round(late)},
         "wrong": wrong,
     }

@@ -179,7 +179,7 @@ def test_a_line_may_go_on_and_may_begin_with_a_slash(tiny_path: Path, prompts: l
     ("stdin", "message"),
     [
         ("/nonsense\n", "/nonsense is no command"),
-        ("/drafts 9\n", "num_drafts is 9"),
+        ("/drafts 9\n", "/drafts takes 0 to 8, auto or nothing; '9' is given"),
         (b"\xff\n", "not UTF-8"),
         ("a" * 60000 + "\n", "the prompt has"),
     ],
@@ -385,7 +385,7 @@ def test_arrows_recall_lines_and_commands(server: FakeServer) -> None:
         terminal.wait_for("tok/s")
         terminal.wait_for("> ")
         terminal.type("\x1b[A\x1b[A3\n")
-        terminal.wait_for("a step: 23|between 0 and 8|0 to 8")
+        terminal.wait_for("0 to 8")
         assert terminal.leave() == 0
     first, second = server.asked
     assert first["messages"][-1]["content"] == "first question"
@@ -473,13 +473,14 @@ class FakeServer:
         self.asked: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.events: list[Any] = []
-        self.models: list[dict[str, str]] = [{"id": "first"}, {"id": "second"}]
+        self.models: list[dict[str, str]] = [{"id": one} for one in ("first", "m", "name")]
         self.status = 200
         self.more_headers: dict[str, str] = {}
         self.endless = False
         self.holds = False
         self.dies: str | None = None
         self.left = threading.Event()
+        self.is_read = threading.Event()
         self._ends = threading.Event()
         outer = self
 
@@ -510,7 +511,7 @@ class FakeServer:
                 if outer.holds:
                     outer._ends.wait()
                 if outer.dies == "with a reset":
-                    time.sleep(0.2)  # So that what was sent is read before.
+                    outer.is_read.wait()
                     self.connection.setsockopt(
                         socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
                     )
@@ -539,6 +540,7 @@ class FakeServer:
     def close(self) -> None:
         self.endless = False
         self._ends.set()
+        self.is_read.set()
         self._http.shutdown()
         self._thread.join()
         self._http.server_close()
@@ -745,7 +747,7 @@ def test_drafts_are_tinted_where_the_server_tells_them(server: FakeServer) -> No
         terminal.type("hi\n")
         shown = terminal.wait_for("tok/s")
         assert terminal.leave() == 0
-    assert f"one {GREEN}two\x1b[0m three" in shown
+    assert f"one {GREEN}two\x1b[0m{GREEN} three" in shown
     assert server.asked[0]["return_pieces"] is True
 
 
@@ -776,7 +778,9 @@ def test_a_server_that_dies_in_an_answer_does_not_end_the_program(
     with on_a_terminal("-m", "paceline", "chat", "m", "--url", server.url) as terminal:
         terminal.wait_for("> ")
         terminal.type("hi\n")
-        shown = terminal.wait_for(r"error: [^\r]*\r\n")
+        shown = terminal.wait_for("Hello wor")
+        server.is_read.set()
+        shown += terminal.wait_for(r"error: [^\r]*\r\n")
         assert "Hello wor\r\nerror: " in shown
         assert re.search(rf"{server.url} (broke off in the middle|went away)", shown)
         server.events, server.dies = ANSWER, None
@@ -839,3 +843,39 @@ def test_a_real_servers_drafts_are_tinted_and_its_turns_are_cached() -> None:
         assert GREEN not in terminal.wait_for("no drafts")
         assert terminal.leave() == 0
         live.wait_idle()
+
+
+def test_pieces_are_matched_with_reasoning_and_content(server: FakeServer) -> None:
+    server.models = [{"id": "m", "owned_by": "paceline"}]
+    pieces = [piece("hm", "target"), piece("</think>Yes", "accepted", 1), piece("!", "bonus")]
+    parts = [{"reasoning_content": "hm"}, {"content": "Yes!"}]
+    server.events = [
+        {"choices": [{"index": 0, "delta": parts[0], "pieces": pieces}]},
+        {"choices": [{"index": 0, "delta": parts[1]}]},
+        *ANSWER[3:],
+    ]
+    model = _ServedModel(server.url, "m", None)
+    asked = [{"role": "user", "content": "hi"}]
+    found = list(model.answer(asked, SamplingParams(), _Answer(), Interrupts()))
+    assert found == [("hm", "target", True), ("Yes", "accepted", False), ("!", "bonus", False)]
+
+
+def test_a_model_that_is_not_served_is_told_at_once(server: FakeServer) -> None:
+    result = chat("nosuch", "--url", server.url, stdin="")
+    assert result.exit_code == 2
+    assert "has no model 'nosuch'; it serves first, m, name" in result.stderr
+
+
+def test_in_a_pipe_ctrl_c_in_the_last_step_ends_it(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Engine.step
+
+    def interrupted(self: Engine) -> Any:
+        done = step(self)
+        if any(emission.finish_reason is not None for emission in done):
+            os.kill(os.getpid(), signal.SIGINT)
+        return done
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    assert chat(tiny_path, "-n", "1", *FAST, stdin="a").exit_code == 130

@@ -590,6 +590,7 @@ def test_the_log_and_the_metrics_count_a_request(live: Live, client: openai.Open
     before = live.metrics.counts.num_generated
     answer = complete(client, max_tokens=5)
     live.wait_idle()
+    until(lambda: answer.id in live.log.getvalue())
     line = json.loads(live.log.getvalue().splitlines()[-1])
     assert (line["id"], line["outcome"], line["status"]) == (answer.id, "length", 200)
     assert (line["completion_tokens"], line["endpoint"]) == (5, "/v1/completions")
@@ -644,3 +645,49 @@ def test_health_and_document(live: Live) -> None:
     # It is written anew by: python -c "import json; from paceline.server.openapi import document;
     # print(json.dumps(document(), indent=2))" > docs/openapi.json
     assert kept.read_text() == json.dumps(served, indent=2) + "\n"
+
+
+def test_an_echo_alone_has_no_token_of_the_answer(live: Live) -> None:
+    body = {"prompt": "import os\n", "echo": True, "max_tokens": 0, "temperature": 0,
+            "return_token_ids": True, "return_pieces": True}  # fmt: skip
+    whole = httpx.post(f"{live.url}/v1/completions", json=body, timeout=20).json()
+    (choice,) = whole["choices"]
+    ids = live.llm.encode("import os\n")
+    assert (choice["token_ids"], choice["pieces"]) == ([], [])
+    assert choice["prompt_token_ids"] == ids
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body |= {"stream": True, "stream_options": options}
+    said = httpx.post(f"{live.url}/v1/completions", json=body, timeout=20).text
+    frames = [json.loads(part[6:]) for part in said.split("\n\n") if part.startswith("data: {")]
+    assert {frame["usage"]["completion_tokens"] for frame in frames} == {0}
+    choices = [one for frame in frames for one in frame["choices"]]
+    assert "".join(one["text"] for one in choices) == choice["text"] == "import os\n"
+    for name in ("token_ids", "pieces", "prompt_token_ids", "finish_reason", "stop_reason"):
+        assert choices[-1][name] == choice[name]
+    until(lambda: live.log.getvalue().splitlines()[-1].count(frames[0]["id"]) == 1)
+    assert json.loads(live.log.getvalue().splitlines()[-1])["completion_tokens"] == 0
+
+
+def test_a_developers_message_is_the_systems(client: openai.OpenAI) -> None:
+    def answer(*first: Any) -> Any:
+        return client.chat.completions.create(
+            model=NAME,
+            messages=[*first, {"role": "user", "content": "Define zebra"}],
+            temperature=0,
+            max_completion_tokens=20,
+            extra_body={"return_token_ids": True},
+        ).choices[0]
+
+    said = "Say it in one word."
+    system = answer({"role": "system", "content": said})
+    developer = answer({"role": "developer", "content": said})
+    assert developer.prompt_token_ids == system.prompt_token_ids != answer().prompt_token_ids
+    assert developer.message.content == system.message.content
+
+
+def test_an_answer_ends_at_the_context(live: Live, client: openai.OpenAI) -> None:
+    answer = complete(client, max_tokens=10**6, extra_body={"ignore_eos": True})
+    assert answer.choices[0].finish_reason == "length"
+    # The last token is told and not run, so it needs no place.
+    assert answer.usage.total_tokens == live.llm.max_seq_len

@@ -7,6 +7,7 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from paceline.cli import app
@@ -66,7 +68,7 @@ def test_it_serves_until_it_is_told_to_end() -> None:
 
 def test_an_open_door_is_warned_of(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("first\n\nsecond\n")
+    keys.write_text("# of clients\nfirst\n\nsecond\n")
     with served("--host", "0.0.0.0", "--num-drafts", "0", "--no-request-log") as (process, line):
         assert "drafter: none" in line
         process.send_signal(signal.SIGINT)
@@ -74,7 +76,7 @@ def test_an_open_door_is_warned_of(tmp_path: Path) -> None:
         assert "warning: 0.0.0.0 can be reached from other machines" in errors
     with served("--host", "0.0.0.0", "--api-key", f"@{keys}") as (process, line):
         url = re.sub(r".*:(\d+)/v1.*\n", r"http://127.0.0.1:\1", line)
-        for key, status in (("first", 200), ("second", 200), ("third", 401)):
+        for key, status in (("first", 200), ("second", 200), ("third", 401), ("# of clients", 401)):
             headers = {"authorization": f"Bearer {key}"}
             assert httpx.get(f"{url}/v1/models", headers=headers).status_code == status
         process.send_signal(signal.SIGTERM)
@@ -90,8 +92,16 @@ def test_an_open_door_is_warned_of(tmp_path: Path) -> None:
         (["--api-key", ""], "--api-key is empty"),
         (["--api-key", f"@{os.devnull}"], "holds no key"),
         (["--api-key", "@/no/such/file"], "cannot be read"),
+        (["--max-body-mb", "-1"], "--max-body-mb is -1"),
+        (["--max-body-mb", "0"], "--max-body-mb is 0"),
+        (["--max-body-mb", "nan"], "--max-body-mb is nan"),
+        (["--max-body-mb", "inf"], "--max-body-mb is inf"),
+        *(
+            (["--cors-origin", one], "--cors-origin is")
+            for one in ("foo", "", "https://a.example/", "https://A.example", "https://a b")
+        ),
         (["--num-drafts", "many"], "--num-drafts"),
-        (["/no/such/model"], "/no/such/model"),
+        (["/no/such/model", "--port", "0"], "/no/such/model"),
     ],
 )
 def test_bad_options_are_said_in_a_line(options: list[str], says: str) -> None:
@@ -113,3 +123,20 @@ def test_what_measures_the_server_runs(script: str, tmp_path: Path) -> None:
     if script == "soak.py":
         assert result["wrong"] == {}
         assert result["requests"]["stream"] > 0
+
+
+def test_a_port_in_use_is_told_before_the_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        ran = CliRunner().invoke(app, ["serve", "/no/such/model", "--port", port])
+    assert ran.exit_code == 2
+    assert f"error: 127.0.0.1:{port} is in use by another program" in ran.stderr
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat", "serve", "bench", "inspect", "synth"])
+def test_help_has_whole_names_at_80_columns(verb: str) -> None:
+    shown = CliRunner().invoke(app, [verb, "--help"], env={"COLUMNS": "80"}).stdout
+    command = typer.main.get_command(app).commands[verb]  # type: ignore[attr-defined]
+    for parameter in command.params:
+        for name in parameter.opts:
+            assert not name.startswith("--") or name in shown, name

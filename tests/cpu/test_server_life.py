@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from server_kit import NAME, Live, running, until
 
 from paceline import LLM, SamplingParams
+from paceline.llm import Answer
 from paceline.server import engine_thread
 from paceline.server.engine_thread import (
     LEAST_WAKE_SECONDS,
@@ -84,6 +86,14 @@ def slowly(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     monkeypatch.setattr(llm.engine, "step", step)
     return times
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What time it is for the engine's thread."""
+    now = [100.0]
+    monkeypatch.setattr(engine_thread, "monotonic", lambda: now[0])
+    return now
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -172,16 +182,22 @@ def test_a_reader_that_takes_nothing_is_given_up(llm: LLM) -> None:
         live.wait_idle()
 
 
-def test_the_end_of_the_server_is_told_to_all(llm: LLM, slowly: list[float]) -> None:
+def test_the_end_of_the_server_is_told_to_all(
+    llm: LLM, slowly: list[float], clock: list[float]
+) -> None:
     drafted_before = llm.engine.speculation.num_drafted
-    with running(llm, max_waiting=4, shutdown_seconds=0.5) as live:
+    with running(llm, max_waiting=4, shutdown_seconds=5) as live:
         ends = [begin(live, stream=True) for _ in range(5)] + [begin(live) for _ in range(2)]
         until(lambda: live.engine.num_answers == 7 and len(slowly) > 3)
-        began = time.monotonic()
         live.server.should_exit = True
+        until(lambda: live.engine.is_draining)
+        clock[0] += 4.9
+        before = len(slowly)
+        until(lambda: len(slowly) > before + 2)
+        assert live.engine.num_answers == 7, "they may go on"
+        clock[0] += 0.2
         said = [read_all(end) for end in ends]
         live.end()
-        assert 0.4 < time.monotonic() - began < 4
     for text in said[:5]:
         assert '"code":"shutting_down"' in text
         assert text.endswith("data: [DONE]\n\n")
@@ -218,20 +234,27 @@ def test_nothing_new_is_taken_at_the_end(llm: LLM) -> None:
         assert answer.json()["error"]["code"] == "shutting_down"
 
 
-def test_health_is_red_while_a_step_hangs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, go_on = llm.engine.step, threading.Event()
+def test_health_is_red_while_a_step_hangs(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, clock: list[float]
+) -> None:
+    whole, in_step, go_on = llm.engine.step, threading.Event(), threading.Event()
 
     def step() -> Any:
+        in_step.set()
         go_on.wait(20)
         return whole()
 
     monkeypatch.setattr(llm.engine, "step", step)
-    with running(llm, stall_seconds=0.1) as live:
+    with running(llm, stall_seconds=10) as live:
         assert httpx.get(f"{live.url}/health").status_code == 200
-        time.sleep(0.2)
+        clock[0] += 11
         assert httpx.get(f"{live.url}/health").status_code == 200, "idle is no stall"
         with begin(live):
-            until(lambda: httpx.get(f"{live.url}/health").status_code == 503)
+            assert in_step.wait(20)
+            clock[0] += 9
+            assert httpx.get(f"{live.url}/health").status_code == 200
+            clock[0] += 2
+            assert httpx.get(f"{live.url}/health").status_code == 503
             assert "not stepped" in httpx.get(f"{live.url}/health").json()["reason"]
             # What does not need the engine is answered meanwhile.
             assert httpx.get(f"{live.url}/metrics").is_success
@@ -239,16 +262,146 @@ def test_health_is_red_while_a_step_hangs(llm: LLM, monkeypatch: pytest.MonkeyPa
             go_on.set()
             until(lambda: httpx.get(f"{live.url}/health").status_code == 200)
         live.wait_idle()
-        time.sleep(0.2)
-        assert httpx.get(f"{live.url}/health").status_code == 200, "idle again is no stall"
+        clock[0] += 11
+        # The thread notes that it has nothing to do a moment after the last answer is over.
+        until(lambda: httpx.get(f"{live.url}/health").status_code == 200)
 
 
-def test_health_is_green_through_long_work(llm: LLM, slowly: list[float]) -> None:
-    with running(llm, stall_seconds=0.3) as live, begin(live, stream=True):
+def test_health_is_green_through_long_work(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, slowly: list[float], clock: list[float]
+) -> None:
+    whole = llm.engine.step
+
+    def step() -> Any:
+        clock[0] += 7
+        return whole()
+
+    monkeypatch.setattr(llm.engine, "step", step)
+    with running(llm, stall_seconds=10) as live, begin(live, stream=True):
         until(lambda: len(slowly) > 1)
-        while slowly[-1] - slowly[0] < 0.8:
+        while len(slowly) < 10:
             assert httpx.get(f"{live.url}/health").status_code == 200
             assert live.llm.engine.has_work
+
+
+def frames_of(said: str) -> list[dict[str, Any]]:
+    """What the events of a stream hold, its end left out."""
+    parts = said.partition("\r\n\r\n")[2].split("\n\n")
+    return [json.loads(part[6:]) for part in parts if part.startswith("data: {")]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_what_came_before_an_answer_failed_is_told(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, chat: bool
+) -> None:
+    """Also where nobody had taken it yet."""
+    monkeypatch.setattr(engine_thread, "LEAST_WAKE_SECONDS", 3600.0)
+    monkeypatch.setattr(engine_thread, "MOST_WAKE_SECONDS", 3600.0)
+    verify, calls = llm.engine._verify, [0]
+
+    def fail(*given: Any, **named: Any) -> Any:
+        calls[0] += 1
+        verdicts = verify(*given, **named)
+        if calls[0] != 6:
+            return verdicts
+        return [None if one is None else replace(one, error="broken") for one in verdicts]
+
+    body = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    path = "completions"
+    if chat:
+        path = "chat/completions"
+        body |= {"messages": [{"role": "user", "content": "Define zebra"}]}
+    else:
+        body |= {"prompt": "import os\n"}
+    told = {"stream": True, "return_token_ids": True, "return_pieces": True}
+    with running(llm) as live:
+        url = f"{live.url}/v1/{path}"
+        alone = httpx.post(url, json={**body, "return_token_ids": True}, timeout=20).json()
+        whole = alone["choices"][0]
+        calls[0] = 0
+        monkeypatch.setattr(llm.engine, "_verify", fail)
+        said = httpx.post(url, json={**body, **told}, timeout=20).text
+        live.wait_idle()
+        until(lambda: len(outcomes(live)) == 2)
+        line = json.loads(live.log.getvalue().splitlines()[-1])
+    *frames, error = frames_of("\r\n\r\n" + said)
+    assert error["error"]["code"] == "generation_failed"
+    assert said.endswith("data: [DONE]\n\n")
+    choices = [choice for frame in frames for choice in frame["choices"]]
+    assert {choice["finish_reason"] for choice in choices} == {None}
+    ids = [token for choice in choices for token in choice.get("token_ids", ())]
+    assert 4 < len(ids) < 60
+    assert ids == whole["token_ids"][: len(ids)]
+    pieces = [piece for choice in choices for piece in choice.get("pieces", ())]
+    assert len(pieces) == len(ids)
+    text = "".join(
+        choice["delta"].get("content", "") if chat else choice["text"] for choice in choices
+    )
+    expected = whole["message"]["content"] if chat else whole["text"]
+    assert text
+    assert expected.startswith(text)
+    assert (line["outcome"], line["error_type"]) == ("failed", "generation_failed")
+    assert (line["finish_reason"], line["completion_tokens"]) == ("error", len(ids))
+
+
+@pytest.mark.parametrize("stops_at", ["first", "result"])
+def test_what_a_reader_had_not_taken_is_counted_once(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, stops_at: str
+) -> None:
+    take, stopped = Mailbox.take, [False]
+
+    async def some(self: Mailbox) -> list[StreamChunk]:
+        if stopped[0]:
+            await asyncio.Event().wait()
+        chunks = await take(self)
+        stopped[0] = stops_at == "first" or any(chunk.result is not None for chunk in chunks)
+        return chunks
+
+    monkeypatch.setattr(Mailbox, "take", some)
+    before = llm.engine.speculation.num_drafted
+    with running(llm) as live:
+        # Two of them wait for the others, so that all of them are never over at once.
+        end = begin(live, stream=True, n=6, max_tokens=30, temperature=1, seed=1)
+        until(lambda: stopped[0])
+        until(lambda: live.engine.num_answers == 0)
+        end.close()
+        until(lambda: outcomes(live) == ["cancelled"])
+        live.wait_idle()
+        line = json.loads(live.log.getvalue())
+    assert line["drafted"] == llm.engine.speculation.num_drafted - before > 0
+    assert line["completion_tokens"] == 6 * 30
+    assert bool(line["finish_reason"]) == (stops_at == "result")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_cannot_be_told_leaves_the_others(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    whole = Answer.take
+    odd = llm.encode("class")
+
+    def take(self: Answer, emission: Any) -> StreamChunk:
+        if self._prompt == odd and len(self._token_ids) > 3:
+            raise ValueError("a secret path")
+        return whole(self, emission)
+
+    with running(llm) as live:
+        body = {"prompt": "def", **LONG}
+        alone = httpx.post(f"{live.url}/v1/completions", json=body, timeout=30).json()
+        monkeypatch.setattr(Answer, "take", take)
+        with begin(live, stream=True) as other:
+            with begin(live, "class", stream=stream, n=2, temperature=1) as failing:
+                said = read_all(failing)
+            frames = frames_of(read_all(other))
+        assert '"the answer failed: ValueError"' in said
+        assert said.startswith("HTTP/1.1 200 " if stream else "HTTP/1.1 500 ")
+        assert "secret" not in said
+        text = "".join(choice["text"] for frame in frames for choice in frame["choices"])
+        assert text == alone["choices"][0]["text"]
+        live.wait_idle()
+        assert not live.engine._unread
+        assert httpx.get(f"{live.url}/health").is_success
+        assert sorted(outcomes(live)) == ["failed", "length", "length"]
 
 
 def test_what_comes_while_a_step_fails_is_served(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +475,9 @@ def test_an_engine_that_keeps_failing_is_dead(llm: LLM, monkeypatch: pytest.Monk
         asked = [httpx.post(f"{live.url}/v1/completions", json={"prompt": "a"}) for _ in range(4)]
         assert [answer.status_code for answer in asked] == [500, 500, 500, 503]
         until(lambda: httpx.get(f"{live.url}/health").status_code == 503)
-        assert "died" in httpx.get(f"{live.url}/health").json()["reason"]
+        reason = httpx.get(f"{live.url}/health").json()["reason"]
+        assert "died of RuntimeError" in reason
+        assert "rows" not in reason
 
 
 def test_an_answer_that_fails_leaves_the_others(llm: LLM, live: Live) -> None:
@@ -364,6 +519,26 @@ def test_who_watches_and_fails_costs_nothing(llm: LLM) -> None:
     engine.stop()
     engine.stop()
     assert engine.trouble is not None
+
+
+def test_a_job_that_is_aborted_wakes_nobody(llm: LLM) -> None:
+    engine = EngineThread(llm)
+
+    async def run() -> None:
+        mailbox = Mailbox(asyncio.get_running_loop())
+        params = SamplingParams(max_tokens=5)
+        job = Job(prompts=[[0, 5]], params=params, grammar=None, mailbox=mailbox)
+        # On the thread that steps, which this one is as the other is not started.
+        engine._jobs.add(job)
+        engine._begin(job)
+        engine._deliver(llm.engine.step())
+        engine._unread[mailbox] = None
+        engine._abort(job)
+        assert not engine._unread
+        engine._wake_all()
+
+    asyncio.run(run())
+    llm.engine.check_idle()
 
 
 def _chunk(number: int, *, sample: int = 0) -> StreamChunk:

@@ -73,13 +73,13 @@ OBJECT = {"type": "json_object"}
         (P, {}, "prompt"),
         (P, {"prompt": ""}, "prompt"),
         (P, {"prompt": []}, "prompt"),
-        (P, {"prompt": [[]]}, None),
+        (P, {"prompt": [[]]}, "prompt"),
         (P, {"prompt": ["a", 1]}, "prompt"),
         (P, {"prompt": [True]}, "prompt"),
-        (P, {"prompt": [10**30]}, None),
-        (P, {"prompt": [-1]}, None),
+        (P, {"prompt": [10**30]}, "prompt"),
+        (P, {"prompt": [-1]}, "prompt"),
         (P, {"prompt": ["a"] * 129}, "prompt"),
-        (P, {"prompt": "\ud800"}, None),
+        (P, {"prompt": "\ud800"}, "prompt"),
         (P, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
         (P, {"prompt": "a", "max_tokens": "4"}, "max_tokens"),
         (P, {"prompt": "a", "max_tokens": 10**40}, "max_tokens"),
@@ -111,17 +111,17 @@ OBJECT = {"type": "json_object"}
         (P, {"prompt": "a", "suffix": "b"}, "suffix"),
         (P, {"prompt": "a", "messages": HI}, "messages"),
         (P, {"prompt": "a", "model": 3}, "model"),
-        (P, {"prompt": "a", "regex": "("}, None),
+        (P, {"prompt": "a", "regex": "("}, "regex"),
         (P, {"prompt": "a", "regex": "a", "choice": ["b"]}, "regex"),
         (C, {}, "messages"),
         (C, {"messages": []}, "messages"),
-        (C, {"messages": ["x"]}, None),
-        (C, {"messages": [{"role": "wizard", "content": "x"}]}, None),
-        (C, {"messages": [{"role": ["user"], "content": "x"}]}, None),
-        (C, {"messages": [{"role": "user", "content": {"a": 1}}]}, None),
-        (C, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
-        (C, {"messages": [{"role": "user", "content": "x", "task": []}]}, None),
-        (C, {"messages": [{"role": "assistant", "content": "x"}]}, None),
+        (C, {"messages": ["x"]}, "messages"),
+        (C, {"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
+        (C, {"messages": [{"role": ["user"], "content": "x"}]}, "messages"),
+        (C, {"messages": [{"role": "user", "content": {"a": 1}}]}, "messages"),
+        (C, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        (C, {"messages": [{"role": "user", "content": "x", "task": []}]}, "messages"),
+        (C, {"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
         (C, {"messages": HI, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         (C, {"messages": HI, "top_logprobs": 3}, "top_logprobs"),
         (C, {"messages": HI, "tools": "f"}, "tools"),
@@ -159,6 +159,26 @@ OBJECT = {"type": "json_object"}
         (C, {"messages": HI, "thinking": {"type": ["x"]}}, "thinking"),
         (C, {"messages": HI, "functions": [TOOL]}, "functions"),
         (C, {"messages": HI, "modalities": ["audio"]}, "modalities"),
+        (C, {"messages": HI, "thinking": True, "reasoning_effort": "none"}, "reasoning_effort"),
+        (C, {"messages": HI, "chat_template_kwargs": {"thinking": True},
+             "reasoning_effort": "none"}, "reasoning_effort"),
+        (C, {"messages": HI, "response_format": OBJECT, "json_object": False}, "json_object"),
+        (C, {"messages": HI, "response_format": OBJECT, "json_schema": {}}, "json_schema"),
+        (C, {"messages": HI, "json_schema": {"type": "object"}, "response_format":
+            {"type": "json_schema", "json_schema": {"schema": {"type": "string"}}}}, "json_schema"),
+        (P, {"prompt": "a", "json_schema": {"type": "object"}, "response_format":
+            {"type": "json_schema", "json_schema": {"schema": {"type": "string"}}}}, "json_schema"),
+        *((C, {"messages": HI, "tools": [TOOL], "tool_choice": choice, **form}, *form)
+          for choice in ("required", TOOL)
+          for form in ({"regex": "a"}, {"choice": ["a"]}, {"grammar": "root ::= \"a\""})),
+        *((C, {"messages": HI, "tools": [tool], "tool_choice": choice}, "tools")
+          for tool in (5, {"type": "function", "function": {}})
+          for choice in ("none", "auto", "required")),
+        (C, {"messages": HI, "response_format": {"type": "json_schema", "json_schema":
+            {"schema": {"type": "no type"}}}}, "response_format"),
+        (P, {"prompt": "a", "json_schema": {"type": "no type"}}, "json_schema"),
+        (C, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        (C, {"messages": [{"role": "user", "content": "x", "x": 1}]}, "messages"),
         ("/tokenize", {"prompt": 3}, "prompt"),
         ("/tokenize", {"prompt": "a", "x": 1}, "x"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
@@ -170,6 +190,39 @@ def test_a_bad_request_is_refused_by_name(
 ) -> None:
     error = check_error(post(live, json.dumps(body), path), 400, param)
     assert error["type"] == "invalid_request_error"
+
+
+def test_messages_are_refused_in_words_of_the_request(live: Live) -> None:
+    def message(messages: list[Any]) -> str:
+        error = check_error(post(live, {"messages": messages}, C), 400, "messages")
+        return str(error["message"])
+
+    assert "has no content; allowed are a string or" in message([{"role": "user", "content": None}])
+    odd = message([{"role": "user", "content": "x", "x": 1}])
+    assert "has x; allowed are content, mask, name" in odd
+    most = live.llm.max_seq_len
+    assert message([{"role": "user", "content": "the " * 10**6}]).endswith(
+        f"the model's context is {most} and one is for the answer, so that {most - 1} are allowed"
+    )
+
+
+def test_wrong_keys_are_counted_at_every_route(locked: Live) -> None:
+    for method, path, endpoint in (
+        ("GET", "/v1/models", "/v1/models"),
+        ("GET", "/v1/models/x/y", "/v1/models/{model}"),
+        ("POST", "/tokenize", "/tokenize"),
+        ("GET", "/metrics", "/metrics"),
+        ("POST", P, P),
+    ):
+        name = "paceline_requests_total"
+        labels = {"endpoint": endpoint, "outcome": "unauthorized"}
+        before = locked.metrics.registry.get_sample_value(name, labels) or 0
+        check_error(httpx.request(method, locked.url + path, json={}), 401)
+
+        def counted() -> float:
+            return locked.metrics.registry.get_sample_value(name, labels) or 0  # noqa: B023
+
+        until(lambda: counted() == before + 1)  # noqa: B023
 
 
 @pytest.mark.parametrize(
@@ -523,7 +576,7 @@ def test_keys_are_compared_in_constant_time(locked: Live, monkeypatch: pytest.Mo
 def test_an_engine_without_drafts_refuses_some(locked: Live) -> None:
     headers = {"authorization": "Bearer other"}
     answer = post(locked, {"prompt": "a", "num_drafts": 3}, headers=headers)
-    assert "num_drafts" in check_error(answer, 400)["message"]
+    assert "no proposer" in check_error(answer, 400, "num_drafts")["message"]
 
 
 def test_other_origins_are_let_in_only_where_asked_for(live: Live, locked: Live) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
@@ -18,6 +19,7 @@ from paceline.cli import options, sampling
 from paceline.cli.generate import Screen, summary
 from paceline.cli.interrupts import Interrupts
 from paceline.types import (
+    MAX_NUM_DRAFTS,
     CheckpointError,
     ConfigError,
     FinishReason,
@@ -45,6 +47,7 @@ one that begins with a space is sent even if a / follows. The arrow keys recall 
 """
 
 _CONNECT_SECONDS = 10.0
+_MOST_NAMES = 8
 
 
 def chat(
@@ -166,6 +169,45 @@ class _Answer:
     finish_reason: str | None = None
 
 
+class _Pieces:
+    """Tokens as the model wrote them, matched with the text that is made of them.
+
+    Text may come later than its tokens, and the end-of-thinking marker is in no text.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[str, str | None]] = deque()
+
+    def add(self, pieces: Iterable[tuple[str, str | None]]) -> None:
+        """Take more tokens, each a text and the kind of its origin."""
+        self._waiting.extend(pieces)
+
+    def take(self, text: str, *, is_reasoning: bool) -> Iterator[_Said]:
+        """The next text, cut where origins change; whole and of none where no tokens match."""
+        from paceline.text.chat import END_THINK
+
+        written = "".join([piece for piece, _ in self._waiting])
+        if not written.startswith(text) and written.startswith(END_THINK + text):
+            for _ in self._cut(len(END_THINK)):
+                pass
+        elif not written.startswith(text):
+            self._waiting.clear()
+            yield _Said(text, None, is_reasoning)
+            return
+        for piece, origin in self._cut(len(text)):
+            yield _Said(piece, origin, is_reasoning)
+
+    def _cut(self, length: int) -> Iterator[tuple[str, str | None]]:
+        while length:
+            piece, origin = self._waiting.popleft()
+            if len(piece) > length:
+                self._waiting.appendleft((piece[length:], origin))
+                piece = piece[:length]
+            if piece:
+                yield piece, origin
+            length -= len(piece)
+
+
 class _Model(Protocol):
     def answer(
         self,
@@ -207,10 +249,12 @@ class _LoadedModel:
         interrupts: Interrupts,
     ) -> Generator[_Said, None, None]:
         from paceline.text import ChatParser
+        from paceline.text.parser import ContentDelta, ReasoningDelta
 
         prompt = self._template.render(messages)
         params = replace(params, stop=(*(params.stop or ()), *prompt.stop) or None)
         parser = ChatParser.of_prompt(prompt, tools=False)
+        told = _Pieces()
         engine = self._llm.engine
         # A loop of its own and not `stream`, so that Ctrl-C is looked at after every step, also
         # while a long prompt is read.
@@ -223,10 +267,15 @@ class _LoadedModel:
                     answer.num_tokens += len(chunk.token_ids)
                     if chunk.result is not None:
                         del running[emission.request_id]
-                    for text, origin in chunk.pieces:
-                        yield from _parts(parser.feed(text), origin.kind)
+                    told.add((text, origin.kind) for text, origin in chunk.pieces)
+                    events = parser.feed(chunk.text)
                     if chunk.result is not None:
-                        yield from _parts(parser.flush(), None)
+                        events += parser.flush()
+                    for event in events:
+                        if isinstance(event, (ContentDelta, ReasoningDelta)):
+                            reasons = isinstance(event, ReasoningDelta)
+                            yield from told.take(event.text, is_reasoning=reasons)
+                    if chunk.result is not None:
                         _finish(answer, chunk.result)
         finally:
             for request_id in running:
@@ -241,14 +290,6 @@ def _finish(answer: _Answer, result: GenerationResult) -> None:
     answer.finish_reason = str(result.finish_reason)
 
 
-def _parts(events: list[Any], origin: str | None) -> Iterator[_Said]:
-    from paceline.text.parser import ContentDelta, ReasoningDelta
-
-    for event in events:
-        if isinstance(event, (ContentDelta, ReasoningDelta)):
-            yield _Said(event.text, origin, isinstance(event, ReasoningDelta))
-
-
 class _ServedModel:
     """A model behind OpenAI's interface.
 
@@ -259,7 +300,8 @@ class _ServedModel:
 
     Raises:
         ConfigError: the URL is none.
-        GenerationError: the server cannot be reached, or lists no model.
+        GenerationError: the server cannot be reached, or lists no model and none is named.
+        RequestError: it lists models, and not the one that is named.
     """
 
     def __init__(self, url: str, model: str | None, key: str | None) -> None:
@@ -317,6 +359,7 @@ class _ServedModel:
             body["return_pieces"] = True
         with interrupts.ends():
             response = self._ask("POST", "/chat/completions", body)
+        told = _Pieces()
         with response:
             events = self._events(response)
             while True:
@@ -325,29 +368,26 @@ class _ServedModel:
                 if event is None:
                     break
                 try:
-                    said = list(self._take(event, answer))
+                    said = list(self._take(event, answer, told))
                 except (AttributeError, TypeError, ValueError, KeyError):
                     raise self._no_form() from None
                 yield from said
             if answer.finish_reason is None:
                 raise GenerationError(f"{self._url} broke off in the middle of its answer")
 
-    def _take(self, event: dict[str, Any], answer: _Answer) -> Iterator[_Said]:
+    def _take(self, event: dict[str, Any], answer: _Answer, told: _Pieces) -> Iterator[_Said]:
         if event.get("error"):
             raise GenerationError(f"{self._url}: {_message(event)}")
         for choice in event.get("choices") or ():
             delta = choice.get("delta") or {}
+            # With the first choice of a chunk, also where its text is in others or comes later.
+            told.add([(piece["text"], piece["origin"]) for piece in choice.get("pieces") or ()])
             for name in ("reasoning", "reasoning_content"):
                 if delta.get(name):
-                    yield _Said(delta[name], is_reasoning=True)
+                    yield from told.take(delta[name], is_reasoning=True)
                     break
-            content = delta.get("content")
-            if content:
-                pieces = choice.get("pieces") or ()
-                if "".join(piece["text"] for piece in pieces) != content:
-                    pieces = ({"text": content, "origin": None},)
-                for piece in pieces:
-                    yield _Said(piece["text"], piece["origin"])
+            if delta.get("content"):
+                yield from told.take(delta["content"], is_reasoning=False)
             if choice.get("finish_reason"):
                 answer.finish_reason = choice["finish_reason"]
         usage = event.get("usage")
@@ -367,13 +407,20 @@ class _ServedModel:
         """The model to talk to; notes whether its server can tell what was drafted."""
         with self._ask("GET", "/models") as response:
             listed = self._json(response.read()).get("data") or []
-        for one in listed:
-            if isinstance(one, dict) and isinstance(one.get("id"), str):
-                # Others refuse a field they do not know.
-                self._tells_drafts = one.get("owned_by") == "paceline"
-                return str(one["id"]) if name is None else name
+        models = {
+            one["id"]: one
+            for one in listed
+            if isinstance(one, dict) and isinstance(one.get("id"), str)
+        }
         if name is None:
-            raise GenerationError(f"{self._url} lists no model; name one")
+            if not models:
+                raise GenerationError(f"{self._url} lists no model; name one")
+            name = next(iter(models))
+        elif models and name not in models:
+            shown = ", ".join([*list(models)[:_MOST_NAMES], *["..."][: len(models) > _MOST_NAMES]])
+            raise RequestError(f"{self._url} has no model {name!r}; it serves {shown}")
+        # Others refuse a field they do not know.
+        self._tells_drafts = models.get(name, {}).get("owned_by") == "paceline"
         return name
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> _Reply:
@@ -513,9 +560,11 @@ class _Conversation:
         with self._interrupts.held():
             while self._step():
                 pass
+            self._hear()
 
     def _step(self) -> bool:
         """Read a line and obey or answer it; whether the conversation goes on."""
+        line = None
         try:
             line = self._read()
             return line is not None and self._handle(line)
@@ -530,7 +579,8 @@ class _Conversation:
                 raise
             self._screen.end()
             _note(f"error: {error}")
-            if isinstance(error, RequestError) and len(self._messages) > len(self._opening):
+            refused = isinstance(error, RequestError) and line and not line.startswith("/")
+            if refused and len(self._messages) > len(self._opening):
                 _note("(/reset forgets the conversation)")
         return True
 
@@ -575,8 +625,14 @@ class _Conversation:
             self._messages = list(self._opening)
             _note("the conversation is forgotten")
         elif command == "/drafts":
-            asked = options.drafts(argument.strip() or None)
-            self._params = replace(self._params, num_drafts=asked)
+            given = argument.strip()
+            try:
+                asked = options.drafts(given or None)
+                self._params = replace(self._params, num_drafts=asked)
+            except (ConfigError, RequestError):
+                raise RequestError(
+                    f"/drafts takes 0 to {MAX_NUM_DRAFTS}, auto or nothing; {given!r} is given"
+                ) from None
             _note(f"drafts a step: {'the default' if asked is None else asked}")
         elif command == "/legend":
             _note(self._screen.legend())
@@ -617,7 +673,13 @@ class _Conversation:
             if content or answer.finish_reason is not None:
                 self._messages = [*asked, {"role": "assistant", "content": content}]
         _note(_report(answer, time.perf_counter() - started, first - started, stopped=stopped))
+        self._hear()
         self._interrupts.forget()
+
+    def _hear(self) -> None:
+        """Raise a Ctrl-C that came too late for an answer, where it is the program's end."""
+        if not self._interactive:
+            self._interrupts.check()
 
 
 def _report(answer: _Answer, seconds: float, first: float, *, stopped: bool) -> str:

@@ -293,9 +293,13 @@ class Screen:
         sys.stdout.flush()
 
     def legend(self) -> str:
-        """One line on what the tints mean."""
+        """One line for standard error on what the tints of standard output mean."""
         if not self._tint:
-            return "no tints, since this is no terminal or colours are off"
-        parts = [typer.style(_MEANINGS[kind], fg=color) for kind, color in _TINTS.items()]
-        parts.append(typer.style("reasoning", dim=True))
+            return "no tints, since the output is no terminal or colours are off"
+        if Console(stderr=True).is_terminal:
+            parts = [typer.style(_MEANINGS[kind], fg=color) for kind, color in _TINTS.items()]
+            parts.append(typer.style("reasoning", dim=True))
+        else:
+            parts = [f"{color}: {_MEANINGS[kind]}" for kind, color in _TINTS.items()]
+            parts.append("dim: reasoning")
         return f"{', '.join(parts)}; all else is the model's own token"

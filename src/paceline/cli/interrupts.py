@@ -18,7 +18,8 @@ class Interrupts:
 
     Inside `held` it is noted and nothing is torn down half way, however often it comes; `check`
     raises it, and inside `ends` it is raised at once. It stays noted until `forget`. Where somebody
-    else ignores or handles Ctrl-C, all of this does nothing.
+    else ignores or handles Ctrl-C, all of this does nothing; where somebody handles the alarm
+    signal, nothing is woken.
     """
 
     def __init__(self) -> None:
@@ -32,6 +33,10 @@ class Interrupts:
             yield
             return
         signal.signal(signal.SIGINT, self._note)
+        if hasattr(signal, "setitimer") and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
+            # For good: an alarm may still be under way when its timer is stopped, and would end
+            # the process were the handler gone.
+            signal.signal(signal.SIGALRM, _do_nothing)
         try:
             yield
         finally:
@@ -81,7 +86,8 @@ def woken(*, restarts: bool = False) -> Iterator[None]:
     """Interrupt what blocks, ten times a second, so that a signal which came before is seen.
 
     Python looks for signals when a call is interrupted. One that comes when a call is about to
-    block does not interrupt it, and would wait for the next key or byte.
+    block does not interrupt it, and would wait for the next key or byte. Does nothing where
+    `Interrupts.held` did not prepare for it.
 
     Args:
         restarts: let reads and writes go on in the kernel, and interrupt only `select` and its
@@ -89,17 +95,19 @@ def woken(*, restarts: bool = False) -> Iterator[None]:
     """
     can = hasattr(signal, "setitimer") and _on_main_thread()
     # A timer that runs is somebody else's, and wakes as well.
-    if not can or signal.getitimer(signal.ITIMER_REAL)[0]:
+    if (
+        not can
+        or signal.getsignal(signal.SIGALRM) is not _do_nothing
+        or signal.getitimer(signal.ITIMER_REAL)[0]
+    ):
         yield
         return
-    previous = signal.signal(signal.SIGALRM, _do_nothing)
     signal.siginterrupt(signal.SIGALRM, not restarts)
     signal.setitimer(signal.ITIMER_REAL, _WAKE_SECONDS, _WAKE_SECONDS)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
 
 
 _RAISE = signal.default_int_handler

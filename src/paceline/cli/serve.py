@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
+import math
 import os
+import re
+import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,6 +25,10 @@ __all__ = ["serve"]
 
 BUNDLED_NAME = "paceline-bundled"
 
+_MOST_BODY_BYTES = 1 << 30
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@A-Z]+")
+"""As browsers write it: they compare it as a text."""
+
 
 def serve(
     model: options.Model = None,
@@ -35,7 +43,8 @@ def serve(
     api_key: Annotated[
         list[str] | None,
         typer.Option(
-            help="Key that clients must send, or @FILE with one a line; may be repeated.",
+            help="Key that clients must send, or @FILE with one a line, lines that begin with # "
+            "left out; may be repeated.",
             show_default=False,
         ),
     ] = None,
@@ -91,19 +100,33 @@ def serve(
         ) from None
 
     keys = _keys(api_key or [])
-    llm = options.load(
-        model,
-        acceptance=acceptance,
-        num_drafts=options.drafts(num_drafts),
-        drafter=drafter,
-        max_seq_len=max_seq_len,
-        max_num_seqs=max_num_seqs,
-        device=device,
-        dtype=dtype,
-        backend=backend,
-        prefix_cache=prefix_cache,
-        num_threads=num_threads,
-    )
+    origins = _origins(cors_origin or [])
+    if not 0 < max_body_mb * 2**20 <= _MOST_BODY_BYTES:
+        raise ConfigError(
+            f"--max-body-mb is {max_body_mb:g}; allowed is more than 0 and at most "
+            f"{_MOST_BODY_BYTES >> 20}"
+        )
+    most_drafts = options.drafts(num_drafts)
+    # Before the model is loaded, which takes its time.
+    sockets = _bound(host, port)
+    try:
+        llm = options.load(
+            model,
+            acceptance=acceptance,
+            num_drafts=most_drafts,
+            drafter=drafter,
+            max_seq_len=max_seq_len,
+            max_num_seqs=max_num_seqs,
+            device=device,
+            dtype=dtype,
+            backend=backend,
+            prefix_cache=prefix_cache,
+            num_threads=num_threads,
+        )
+    except BaseException:
+        for one in sockets:
+            one.close()
+        raise
     name = served_model_name or _name(model)
     with llm:
         shown = _drafter(llm)
@@ -124,8 +147,8 @@ def serve(
         settings = Settings(
             name=name,
             api_keys=keys,
-            cors_origins=tuple(cors_origin or ()),
-            max_body_bytes=int(max_body_mb * 2**20),
+            cors_origins=origins,
+            max_body_bytes=math.ceil(max_body_mb * 2**20),
         )
         app = create_app(
             engine,
@@ -153,9 +176,59 @@ def serve(
             shutdown_seconds=shutdown_seconds,
             on_ready=ready,
         )
-        server.run()
+        try:
+            server.run(sockets)
+        except OSError as error:
+            # Somebody else may have begun to listen meanwhile.
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise _not_bound(host, port, error) from None
         if not server.started:
             raise ConfigError(f"{host}:{port} cannot be listened at")
+
+
+def _bound(host: str, port: int) -> list[socket.socket]:
+    """Sockets at all addresses of a host, bound and not yet listening; the caller closes them.
+
+    Raises:
+        ConfigError: an address is none of this machine, or is in use.
+    """
+    try:
+        found = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--host is {host!r}, which is no address: {error}") from None
+    sockets: list[socket.socket] = []
+    for family, kind, protocol, _, address in dict.fromkeys(found):
+        try:
+            one = socket.socket(family, kind, protocol)
+        except OSError:
+            continue
+        sockets.append(one)
+        try:
+            if os.name == "posix":
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            one.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL and len(found) > 1:
+                # A machine without IPv6 may still have names for it.
+                sockets.pop().close()
+                continue
+            for other in sockets:
+                other.close()
+            raise _not_bound(host, port, error) from None
+    if not sockets:
+        raise ConfigError(f"--host is {host!r}, which is no address of this machine")
+    return sockets
+
+
+def _not_bound(host: str, port: int, error: OSError) -> ConfigError:
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(f"{host}:{port} is in use by another program; choose another --port")
+    return ConfigError(f"{host}:{port} cannot be listened at: {error.strerror or error}")
 
 
 def _name(model: str | None) -> str:
@@ -183,14 +256,31 @@ def _keys(given: list[str]) -> tuple[str, ...]:
     for one in given:
         if one.startswith("@"):
             lines = options.read_text(Path(one[1:])).splitlines()
-            keys += [line.strip() for line in lines if line.strip()]
-            if not any(line.strip() for line in lines):
+            held = [line.strip() for line in lines]
+            held = [line for line in held if line and not line.startswith("#")]
+            keys += held
+            if not held:
                 raise RequestError(f"{one[1:]} holds no key")
         else:
             keys.append(one)
     if not all(keys):
         raise ConfigError("an --api-key is empty; allowed is at least one character")
     return tuple(keys)
+
+
+def _origins(given: list[str]) -> tuple[str, ...]:
+    """Origins whose pages may ask.
+
+    Raises:
+        ConfigError: one is none.
+    """
+    for one in given:
+        if not _ORIGIN.fullmatch(one):
+            raise ConfigError(
+                f"--cors-origin is {one!r}; allowed are *, and origins such as "
+                "https://example.org:8443, in small letters and without a path"
+            )
+    return tuple(given)
 
 
 def _is_loopback(host: str) -> bool:

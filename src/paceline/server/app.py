@@ -28,7 +28,7 @@ from starlette.types import Receive, Scope, Send
 
 from paceline.sampling.grammar import Grammar, GrammarSpec
 from paceline.server import protocol, replies
-from paceline.server.engine_thread import EngineThread, Job, Mailbox
+from paceline.server.engine_thread import Done, EngineThread, Job, Mailbox
 from paceline.server.errors import ApiError
 from paceline.server.logs import Outcome, RequestLog, RequestRecord
 from paceline.server.metrics import ServerMetrics
@@ -41,7 +41,6 @@ from paceline.types import (
     GenerationError,
     GenerationResult,
     PacelineError,
-    SpeculationStats,
     StreamChunk,
     StreamPiece,
 )
@@ -273,7 +272,7 @@ class _Served:
 
     Attributes:
         results: of the answers that are over, by prompt and sample.
-        cut: what drafting did for those that were cut off.
+        cut: what was done for those that were cut off, or that their reader had not taken.
     """
 
     endpoint: str
@@ -284,7 +283,7 @@ class _Served:
     prompts: list[list[int]] = field(default_factory=list)
     first_token: float | None = None
     results: dict[tuple[int, int], GenerationResult] = field(default_factory=dict)
-    cut: list[SpeculationStats] = field(default_factory=list)
+    cut: list[Done] = field(default_factory=list)
     num_partial: int = 0
     error: ApiError | None = None
     gone: bool = False
@@ -304,8 +303,12 @@ class _Served:
         now = perf_counter()
         results = [self.results[key] for key in sorted(self.results)]
         total = replies.summed(results)
-        for stats in self.cut:
-            total.add(stats)
+        num_tokens = sum(len(result.token_ids) for result in results)
+        if self.asked is not None and self.asked.only_echo:
+            num_tokens = 0
+        for done in self.cut:
+            total.add(done.stats)
+            num_tokens += done.num_tokens
         status = 200
         if not started and self.error is not None:
             status = self.error.status
@@ -326,7 +329,7 @@ class _Served:
             ttft_seconds=None if self.first_token is None else self.first_token - self.arrived,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=sum(one.usage.cached_tokens for one in results if one.sample_index == 0),
-            completion_tokens=self.num_partial,
+            completion_tokens=num_tokens,
             num_answers=1 if self.asked is None else self.asked.num_answers,
             finish_reasons=[str(one.finish_reason) for one in results],
             stream=self.asked is not None and self.asked.stream,
@@ -381,7 +384,17 @@ class _Door:
         *,
         is_open: bool = False,
     ) -> Route:
-        return Route(path, endpoint=_Endpoint(self, handler, is_open=is_open), methods=[method])
+        name = path.replace(":path}", "}")
+        endpoint = _Endpoint(self, handler, name, is_open=is_open)
+        return Route(path, endpoint=endpoint, methods=[method])
+
+    def unauthorized(self, endpoint: str) -> None:
+        """Count a request that a route without a log line refused for its key."""
+        if self._metrics is not None:
+            outcome = Outcome.UNAUTHORIZED
+            self._metrics.finished(
+                RequestRecord(id="", endpoint=endpoint, status=401, outcome=outcome, seconds=0.0)
+            )
 
     def check_key(self, call: _Call) -> None:
         """Compare what is given with every key, in a time that tells nothing of them.
@@ -527,7 +540,9 @@ class _Door:
         self._engine.check_room(asked.num_answers)
         prompts, chat = await self._in_pool(partial(self._prepare, asked))
         served.prompts = prompts
-        grammar = None if asked.grammar is None else await self._compiled(asked.grammar)
+        grammar = None
+        if asked.grammar is not None:
+            grammar = await self._compiled(asked.grammar, param=asked.grammar_from)
         job = Job(
             prompts=prompts,
             params=asked.params,
@@ -546,16 +561,21 @@ class _Door:
                 command = self._engine.abort(job)
                 if job.num_open:
                     await _carried_out(command)
-                served.cut = list(job.cut.values())
+                served.cut = [
+                    done for key, done in list(job.done.items()) if key not in served.results
+                ]
 
     def _prepare(self, asked: Asked) -> tuple[list[list[int]], ChatPrompt | None]:
         """The prompts as ids; off the loop, since texts may be long."""
         if asked.kind == "completions":
             prompts = []
             for prompt in asked.prompts:
-                ids = self._llm.encode(
-                    prompt, add_bos=asked.add_bos, allow_special=asked.allow_special
-                )
+                try:
+                    ids = self._llm.encode(
+                        prompt, add_bos=asked.add_bos, allow_special=asked.allow_special
+                    )
+                except PacelineError as error:
+                    raise ApiError(400, str(error), param="prompt") from None
                 protocol.check_length(len(ids), self._limits, "prompt")
                 prompts.append(ids)
             return prompts, None
@@ -570,21 +590,33 @@ class _Door:
                 response_format=asked.schema,
                 reasoning_effort=protocol.effort_text(asked.effort, tuple(template.efforts)),
             )
+        except ApiError:
+            raise
         except PacelineError as error:
-            raise _as_api_error(error) from None
+            param = "tools" if str(error).startswith("tools are") else "messages"
+            if asked.thinking and not template.thinks:
+                param = "thinking"
+            raise ApiError(400, str(error), param=param) from None
         except (TypeError, AttributeError, KeyError, RecursionError) as error:
-            raise ApiError(400, f"the messages are not in OpenAI's form: {error}") from None
+            message = f"the messages are not in OpenAI's form: {type(error).__name__}"
+            raise ApiError(400, message, param="messages") from None
         protocol.check_text(chat.text, self._limits, "messages")
-        ids = chat.ids(tokenizer, allow_special=asked.allow_special)
+        try:
+            ids = chat.ids(tokenizer, allow_special=asked.allow_special)
+        except PacelineError as error:
+            raise ApiError(400, str(error), param="messages") from None
         protocol.check_length(len(ids), self._limits, "messages")
         if chat.stop:
             stops = (*(asked.params.stop or ()), *chat.stop)
             asked.params = replace(asked.params, stop=stops)
         return [ids], chat
 
-    async def _compiled(self, spec: GrammarSpec) -> Grammar:
+    async def _compiled(self, spec: GrammarSpec, *, param: str | None) -> Grammar:
         """The grammar, compiled on a thread of its own; nobody waits but who asks for it."""
-        compiling = self._llm.grammar_compiler(spec).submit(spec)
+        try:
+            compiling = self._llm.grammar_compiler(spec).submit(spec)
+        except PacelineError as error:
+            raise ApiError(400, str(error), param=param) from None
         waiting = asyncio.wrap_future(compiling)
         waiting.add_done_callback(_looked_at)
         try:
@@ -595,8 +627,10 @@ class _Door:
                 400,
                 f"the {spec.kind} takes longer than {self._settings.grammar_seconds:g} s to "
                 "compile; allowed are simpler ones",
-                param="response_format",
+                param=param,
             ) from None
+        except PacelineError as error:
+            raise ApiError(400, str(error), param=param) from None
 
     def _answers(self, asked: Asked, prompts: list[list[int]], chat: ChatPrompt | None) -> _Answers:
         answers: _Answers = {}
@@ -656,7 +690,8 @@ class _Door:
             frame = {**head, "choices": [choice]}
             if asked.continuous_usage:
                 frame["usage"] = replies.usage_so_far(
-                    prompt_tokens=served.prompt_tokens, completion_tokens=served.num_partial
+                    prompt_tokens=served.prompt_tokens,
+                    completion_tokens=0 if asked.only_echo else served.num_partial,
                 )
             elif asked.include_usage:
                 frame["usage"] = None
@@ -680,12 +715,13 @@ class _Door:
             frames: list[bytes] = []
             for chunk in chunks:
                 served.note(chunk)
-                result = chunk.result
-                if result is not None and result.finish_reason is FinishReason.ERROR:
-                    frames.append(_event(_as_api_error(GenerationError(result.error)).to_dict()))
-                    continue
                 answer = answers[chunk.index, chunk.sample_index]
                 frames += map(framed, answer.add(chunk))
+                result = chunk.result
+                if result is not None and result.finish_reason is FinishReason.ERROR:
+                    told = _as_api_error(GenerationError(result.error))
+                    frames.append(_event(told.to_dict()))
+                    served.error = served.error or told
             if frames:
                 await call.send_part(b"".join(frames))
         end = _DONE
@@ -734,17 +770,27 @@ class _Endpoint:
     """An ASGI application of one handler; what goes wrong is answered in OpenAI's shape."""
 
     def __init__(
-        self, door: _Door, handler: Callable[[_Call], Awaitable[None]], *, is_open: bool
+        self,
+        door: _Door,
+        handler: Callable[[_Call], Awaitable[None]],
+        name: str,
+        *,
+        is_open: bool,
     ) -> None:
         self._door = door
         self._handler = handler
+        self._name = name
         self._is_open = is_open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = _Call(scope, receive, send)
         try:
             if not self._is_open:
-                self._door.check_key(call)
+                try:
+                    self._door.check_key(call)
+                except ApiError:
+                    self._door.unauthorized(self._name)
+                    raise
             await self._handler(call)
         except _GoneError:
             return
@@ -759,7 +805,7 @@ def _as_api_error(error: Exception) -> ApiError:
     if isinstance(error, GenerationError):
         return ApiError(500, str(error), code="generation_failed")
     if isinstance(error, PacelineError):
-        return ApiError(400, str(error))
+        return ApiError(400, str(error), param=protocol.named(error))
     if isinstance(error, RecursionError):
         return ApiError(400, "the request nests too deep")
     _log.error("a request failed", exc_info=error)

@@ -31,7 +31,7 @@ from paceline.types import (
     TokenLogprob,
 )
 
-__all__ = ["EngineThread", "Job", "Mailbox"]
+__all__ = ["Done", "EngineThread", "Job", "Mailbox"]
 
 _log = logging.getLogger(__name__)
 
@@ -48,10 +48,11 @@ While it works the steps wait for the interpreter, and the waking itself costs t
 """
 
 LEAST_WAKE_SECONDS = 0.004
-"""Least time from one waking of the readers to the next, however little it costs.
+"""Least time from one waking of all readers to the next, however little it costs.
 
-Steps that take longer wake them each time. An answer's first token and its end wake its reader at
-once, and a request that begins wakes all, since the step that reads its prompt may be long.
+Steps that take longer wake them each time. An answer's first token and its end wake its own reader
+at once and do not count as a waking of all; a request that begins wakes all, since the step that
+reads its prompt may be long.
 """
 
 MOST_WAKE_SECONDS = 0.02
@@ -193,6 +194,19 @@ class Mailbox:
         self._event.set()
 
 
+@dataclass(slots=True)
+class Done:
+    """What the engine did for one answer so far.
+
+    Attributes:
+        stats: of its drafting; the engine's own object.
+        num_tokens: given to it.
+    """
+
+    stats: SpeculationStats
+    num_tokens: int = 0
+
+
 @dataclass(eq=False, kw_only=True)
 class Job:
     """One HTTP request's prompts.
@@ -203,8 +217,8 @@ class Job:
         grammar: what the answers follow, or None.
         mailbox: where chunks go; `StreamChunk.index` is the prompt's place.
         running: the engine's numbers of answers that have not ended; the engine thread's.
-        cut: what drafting did for answers that have not ended or were cut off, by their number;
-            the engine's own objects, which grow no more once `EngineThread.abort` is carried out.
+        done: what was done for each answer that has begun, by (prompt, sample). It stays when an
+            answer is over and grows no more once `EngineThread.abort` is carried out.
         num_open: answers that have not ended, in the engine or before it; the engine thread's.
     """
 
@@ -213,7 +227,7 @@ class Job:
     grammar: Grammar | None
     mailbox: Mailbox
     running: set[int] = field(default_factory=set)
-    cut: dict[int, SpeculationStats] = field(default_factory=dict)
+    done: dict[tuple[int, int], Done] = field(default_factory=dict)
     num_open: int = 0
 
     @property
@@ -280,6 +294,11 @@ class EngineThread:
     def num_answers(self) -> int:
         """Answers accepted and not over."""
         return self._num_answers
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether no more is taken."""
+        return self._draining
 
     @property
     def trouble(self) -> str | None:
@@ -381,7 +400,7 @@ class EngineThread:
             self._cancel_all(shutting_down())
         except BaseException as error:
             _log.exception("the engine's thread died")
-            self._die(f"its thread died of {type(error).__name__}: {error}")
+            self._die(f"its thread died of {type(error).__name__}")
 
     def _obey(self, *, wait: bool) -> None:
         """Carry out what was asked; wait for something where there is nothing else to do."""
@@ -421,11 +440,25 @@ class EngineThread:
         urgent: list[Mailbox] = []
         for emission in emissions:
             self._num_emitted += len(emission.token_ids)
-            job, answer, begun_at = self._answers[emission.request_id]
-            chunk = answer.take(emission)
-            job.cut[emission.request_id] = emission.stats
+            running = self._answers.get(emission.request_id)
+            if running is None:
+                # Its job failed on an emission before this one.
+                continue
+            job, answer, begun_at = running
+            try:
+                chunk = answer.take(emission)
+            except Exception as error:
+                _log.exception("an answer could not be put into words; its request ends with it")
+                self._abort(job)
+                told = f"the answer failed: {type(error).__name__}"
+                job.mailbox.fail(ApiError(500, told, code="answer_failed"))
+                continue
+            key = (chunk.index, chunk.sample_index)
+            done = job.done.get(key)
+            if done is None:
+                done = job.done[key] = Done(emission.stats)
+            done.num_tokens += len(chunk.token_ids)
             if chunk.result is not None:
-                del job.cut[emission.request_id]
                 seconds = monotonic() - begun_at
                 self._seconds_per_answer += 0.1 * (seconds - self._seconds_per_answer)
                 self._over(emission.request_id)
@@ -480,6 +513,7 @@ class EngineThread:
         for request_id in list(job.running):
             self.llm.engine.abort(request_id)
             self._over(request_id)
+        self._unread.pop(job.mailbox, None)
         self._forget(job)
         if done is not None and done.set_running_or_notify_cancel():
             done.set_result(None)

@@ -168,7 +168,7 @@ class ServerMetrics:
         is_healthy: Callable[[], bool] | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry = _Registry(auto_describe=False)
         self._clock = clock
         self._counts = EngineCounts()
         self._num_generated = 0
@@ -275,6 +275,16 @@ class ServerMetrics:
             (body, content type).
         """
         return generate_latest(self.registry), _CONTENT_TYPE
+
+
+class _Registry(CollectorRegistry):
+    """Without the times at which series were made, which the client adds to its own metrics."""
+
+    def collect(self) -> Iterator[Metric]:
+        """What is registered."""
+        for metric in super().collect():
+            metric.samples = [one for one in metric.samples if not one.name.endswith("_created")]
+            yield metric
 
 
 class _EngineCollector(Collector):

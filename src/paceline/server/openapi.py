@@ -237,7 +237,10 @@ def _requests() -> dict[str, _Schema]:
     }
     message = _object(
         ["role"],
-        role={"enum": ["system", "developer", "user", "assistant", "tool", "latest_reminder"]},
+        role={
+            "enum": ["system", "developer", "user", "assistant", "tool", "latest_reminder"],
+            "description": "A developer's message is taken as the system's.",
+        },
         content=_any(_STRING, _list(text_part), _NULL),
         tool_calls=_any(_list(call), _NULL),
         tool_call_id=_any(_STRING, _NULL),
@@ -282,7 +285,10 @@ def _replies() -> dict[str, _Schema]:
     told = {
         "token_ids": {**_IDS, "description": "Where `return_token_ids` is set."},
         "prompt_token_ids": {**_IDS, "description": "In the first chunk of an answer."},
-        "pieces": {**_list(_ref("Piece")), "description": "Where `return_pieces` is set."},
+        "pieces": {
+            **_list(_ref("Piece")),
+            "description": "One per token, where `return_pieces` is set.",
+        },
     }
     head: dict[str, _Schema] = {"id": _STRING, "created": _COUNT, "model": _STRING}
     heads = [*head, "object", "choices"]
@@ -414,7 +420,8 @@ def _replies() -> dict[str, _Schema]:
                     description="Its place in the draft, from 1, of a token that was drafted.",
                 ),
             ),
-            "description": "A token's text and how it came: an accepted draft, the model's own in "
+            "description": "A token's text, empty where it has none or ends within a character "
+            "that comes with a later token, and how it came: an accepted draft, the model's own in "
             "place of a refused one, its own behind drafts that were all accepted, its own where "
             "none was verified, or the only one that the grammar allowed.",
         },

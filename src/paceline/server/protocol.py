@@ -22,7 +22,8 @@ given the value that asks for nothing: best_of (that of n), suffix (empty), moda
 audio, functions, function_call, verbosity, web_search_options, moderation (not at all).
 
 Within response_format, stream_options, tools, tool_choice, thinking and chat_template_kwargs the
-same holds: what is not served is refused by name. A tool's function is said to the model as it is.
+same holds: what is not served is refused by name. A tool's function is said to the model with all
+its fields, written anew as JSON.
 
 Differences: `model` may be left out; `temperature` has no upper limit; without a limit a chat's
 answer may fill the context; `max_tokens` is cut to the context.
@@ -56,6 +57,7 @@ __all__ = [
     "effort_text",
     "flag",
     "model_of",
+    "named",
     "read_chat",
     "read_completion",
     "read_json",
@@ -165,6 +167,7 @@ EFFORTS = ("none", *_EFFORTS_WITHOUT_TEXT, "max")
 """Words for `reasoning_effort` that some layout or the official service has."""
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,18}")
 
+_FORMS = ("json_schema", "json_object", "regex", "grammar", "choice", "response_format")
 _SHAPE_KEYS = frozenset({"type", "json_schema"})
 _SCHEMA_KEYS = frozenset({"name", "description", "schema", "strict"})
 _TOOL_KEYS = frozenset({"type", "function"})
@@ -207,6 +210,7 @@ class Asked:
         model: the name asked for, or None.
         params: how answers are decoded; the stop strings of a chat's layout come to it later.
         grammar: what answers follow, or None.
+        grammar_from: the field that `grammar` comes from.
         prompts: texts or ids, of completions.
         messages: the conversation, of chats.
         stream: whether the answer is streamed.
@@ -230,6 +234,7 @@ class Asked:
     model: str | None
     params: SamplingParams
     grammar: GrammarSpec | None = None
+    grammar_from: str | None = None
     prompts: list[str | list[int]] = field(default_factory=list)
     messages: list[Any] = field(default_factory=list)
     stream: bool = False
@@ -327,7 +332,8 @@ def read_completion(body: Mapping[str, Any], limits: Limits) -> Asked:
     asked = Asked(
         kind="completions",
         params=params,
-        grammar=_spec(params),
+        grammar=_spec(params, given),
+        grammar_from=_form_field(given),
         prompts=_prompts(given, limits),
         echo=echo,
         only_echo=only_echo,
@@ -376,14 +382,16 @@ def read_chat(body: Mapping[str, Any], limits: Limits) -> Asked:
         },
         **shape,
     )
-    form = _spec(params)
+    form = _spec(params, given)
     tools, calls = _tools(given, limits, form)
+    only_calls = calls is not None and (form is None or given.get("tool_choice", "auto") != "auto")
     thinking, effort = _thinking(given)
     return Asked(
         kind="chat",
         params=params,
         grammar=calls or form,
-        messages=messages,
+        grammar_from="tools" if only_calls else _form_field(given),
+        messages=_messages(messages),
         thinking=thinking,
         effort=effort,
         tools=tools,
@@ -392,6 +400,16 @@ def read_chat(body: Mapping[str, Any], limits: Limits) -> Asked:
         schema=schema,
         **_common(given),
     )
+
+
+def _messages(given: list[Any]) -> list[Any]:
+    """The messages with `developer`, OpenAI's newer word for `system`, as that."""
+    return [
+        {**message, "role": "system"}
+        if isinstance(message, dict) and message.get("role") == "developer"
+        else message
+        for message in given
+    ]
 
 
 def _common(given: dict[str, Any]) -> dict[str, Any]:
@@ -496,7 +514,7 @@ def _params(
         return SamplingParams(**values)
     except (RequestError, UnsupportedError) as error:
         message = str(error)
-        param = _named(error)
+        param = named(error)
         if param is not None and called is not None and param in called:
             message = called[param] + message.removeprefix(param)
             param = called[param]
@@ -508,8 +526,10 @@ def _params(
 _PARAM_NAMES = frozenset(known.name for known in fields(SamplingParams))
 
 
-def _named(error: Exception) -> str | None:
-    """The field that a message begins with."""
+def named(error: Exception) -> str | None:
+    """The field that a message begins with, or None."""
+    if str(error).startswith("the prompt "):
+        return "prompt"
     word = str(error).split("[")[0].split(" ")[0]
     return word if word in _PARAM_NAMES else None
 
@@ -541,11 +561,16 @@ def _biases(given: object) -> dict[int, Any] | None:
     return {int(token): bias for token, bias in given.items()}
 
 
-def _spec(params: SamplingParams) -> GrammarSpec | None:
+def _spec(params: SamplingParams, given: Mapping[str, Any]) -> GrammarSpec | None:
     try:
         return GrammarSpec.of(params)
     except RequestError as error:
-        raise ApiError(400, str(error), param="response_format") from None
+        raise ApiError(400, str(error), param=_form_field(given)) from None
+
+
+def _form_field(given: Mapping[str, Any]) -> str | None:
+    """The field that says what form the answer has."""
+    return next((name for name in _FORMS if given.get(name)), None)
 
 
 def _prompts(given: dict[str, Any], limits: Limits) -> list[str | list[int]]:
@@ -589,11 +614,17 @@ def check_text(text: str, limits: Limits, param: str) -> None:
     """
     most = limits.max_seq_len * limits.bytes_per_token
     if len(text) > most:
-        check_length(len(text) // limits.bytes_per_token, limits, param)
+        check_length(len(text) // limits.bytes_per_token, limits, param, is_least=True)
 
 
-def check_length(num_tokens: int, limits: Limits, param: str) -> None:
+def check_length(num_tokens: int, limits: Limits, param: str, *, is_least: bool = False) -> None:
     """Refuse a prompt that leaves no room for an answer.
+
+    Args:
+        num_tokens: it has; where `is_least`, it may have more.
+        limits: of this server.
+        param: the field it comes from, "prompt" or "messages".
+        is_least: whether the tokens were not counted.
 
     Raises:
         ApiError: 400.
@@ -601,8 +632,10 @@ def check_length(num_tokens: int, limits: Limits, param: str) -> None:
     if num_tokens >= limits.max_seq_len:
         raise ApiError(
             400,
-            f"the model's context is {limits.max_seq_len} tokens, and the {param} has {num_tokens} "
-            "or more; allowed is one fewer at most",
+            f"the {param} {'have' if param == 'messages' else 'has'} "
+            f"{'at least ' if is_least else ''}{num_tokens} tokens; the model's context is "
+            f"{limits.max_seq_len} and one is for the answer, so that {limits.max_seq_len - 1} "
+            "are allowed",
             param=param,
             code="context_length_exceeded",
         )
@@ -619,6 +652,11 @@ def _shape(given: dict[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any] | N
         _check_keys(shape, known, "response_format")
     if kind == "text":
         return {}, None
+    for name in ("json_schema", "json_object"):
+        if name in given:
+            raise ApiError(
+                400, f"{name} is given beside response_format; allowed is one of them", param=name
+            )
     if kind == "json_object":
         return {"json_object": True}, None
     if kind != "json_schema":
@@ -664,7 +702,7 @@ def _tools(
             "tool_choice must be 'none', 'auto', 'required', or a function by its name",
             param="tool_choice",
         )
-    if choice == "none":
+    if not tools and choice == "none":
         return [], None
     if not tools:
         raise ApiError(400, "tool_choice is given without tools", param="tool_choice")
@@ -676,11 +714,16 @@ def _tools(
                 raise ApiError(
                     400, f"tool_choice names {named!r:.80}, which is no tool", param="tool_choice"
                 )
+            if form is not None:
+                _either(tools, form)
             return tools, GrammarSpec.tool_calls(chosen, at_once=True)
     except RequestError as error:
         raise ApiError(400, str(error), param="tools") from None
-    if form is not None and choice == "auto":
-        return tools, _either(tools, form)
+    if choice == "none":
+        return [], None
+    either = None if form is None else _either(tools, form)
+    if either is not None and choice == "auto":
+        return tools, either
     strict = any(tool["function"].get("strict") is True for tool in tools)
     return tools, whole if choice == "required" or strict else None
 
@@ -747,6 +790,12 @@ def _thinking(given: dict[str, Any]) -> tuple[bool, str | None]:
         raise ApiError(400, "thinking must be true or false", param="thinking")
     if len(set(said)) > 1:
         raise ApiError(400, "thinking is given as true and as false", param="thinking")
+    if said and said[0] and effort == "none":
+        raise ApiError(
+            400,
+            "reasoning_effort is 'none' and thinking true; allowed is one of them",
+            param="reasoning_effort",
+        )
     wants = bool(said[0]) if said else effort not in (None, "none")
     return wants, None if effort == "none" else effort
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
@@ -32,6 +32,7 @@ __all__ = [
     "metrics_of",
     "summed",
     "usage_of",
+    "usage_so_far",
 ]
 
 _NO_CHANCE = -9999.0
@@ -175,9 +176,14 @@ class CompletionAnswer:
         """Choices of the chunks that a step's tokens make."""
         self.num_tokens += len(chunk.token_ids)
         self.result = chunk.result
-        reason = None if chunk.result is None else chunk.result.finish_reason
+        ended = _ended(chunk)
+        reason = None if ended is None else ended.finish_reason
         if self.asked.only_echo:
-            return [] if reason is None else [self._choice("", FinishReason.LENGTH)]
+            if reason is None:
+                return []
+            choice = {**self._choice("", FinishReason.LENGTH), "stop_reason": None}
+            self._extend(choice, _without_tokens(chunk))
+            return [choice]
         listed = chunk.logprobs is not None
         tells = listed or self.asked.return_token_ids or self.asked.return_pieces
         if not (chunk.text or reason or (tells and chunk.token_ids)):
@@ -185,8 +191,8 @@ class CompletionAnswer:
         choice = self._choice(chunk.text, reason)
         if chunk.logprobs is not None:
             choice["logprobs"] = self._logprobs(chunk.logprobs)
-        if chunk.result is not None:
-            choice["stop_reason"] = chunk.result.stop_reason
+        if ended is not None:
+            choice["stop_reason"] = ended.stop_reason
         self._extend(choice, chunk)
         return [choice]
 
@@ -198,8 +204,10 @@ class CompletionAnswer:
         echo = self.asked.echo
         text = "" if self.asked.only_echo else result.text
         choice = self._choice((self._prompt_text() if echo else "") + text, result.finish_reason)
+        choice["stop_reason"] = result.stop_reason
         if self.asked.only_echo:
-            choice["finish_reason"] = "length"
+            choice["finish_reason"], choice["stop_reason"] = "length", None
+            chunk = _without_tokens(chunk)
         if result.logprobs is not None:
             listed: list[TokenLogprob | None] = []
             ids: list[int] = []
@@ -210,7 +218,6 @@ class CompletionAnswer:
                 listed += result.logprobs
                 ids += result.token_ids
             choice["logprobs"] = self._logprobs(listed, ids=ids)
-        choice["stop_reason"] = result.stop_reason
         self._extend(choice, chunk)
         return choice
 
@@ -293,7 +300,8 @@ class ChatAnswer:
         tells = chunk.token_ids and (
             chunk.logprobs is not None or self.asked.return_token_ids or self.asked.return_pieces
         )
-        if not deltas and (tells or chunk.result is not None):
+        ended = _ended(chunk)
+        if not deltas and (tells or ended is not None):
             deltas.append({})
         choices = [self._choice(delta, None) for delta in deltas]
         if not choices:
@@ -301,9 +309,9 @@ class ChatAnswer:
         if chunk.logprobs is not None:
             choices[0]["logprobs"] = self._logprobs(chunk.logprobs)
         self._extend(choices[0], chunk)
-        if chunk.result is not None:
-            choices[-1]["finish_reason"] = self._reason(chunk.result)
-            choices[-1]["stop_reason"] = chunk.result.stop_reason
+        if ended is not None:
+            choices[-1]["finish_reason"] = self._reason(ended)
+            choices[-1]["stop_reason"] = ended.stop_reason
         return choices
 
     def whole(self, chunk: StreamChunk) -> dict[str, Any]:
@@ -404,6 +412,16 @@ class ChatAnswer:
             for one in listed
         ]
         return {"content": content, "refusal": None}
+
+
+def _ended(chunk: StreamChunk) -> GenerationResult | None:
+    """How an answer ended; None where it goes on or failed, which its client is told otherwise."""
+    result = chunk.result
+    return None if result is None or result.finish_reason is FinishReason.ERROR else result
+
+
+def _without_tokens(chunk: StreamChunk) -> StreamChunk:
+    return replace(chunk, text="", token_ids=[], origins=[], pieces=[])
 
 
 def _pieces(chunk: StreamChunk) -> list[dict[str, Any]]:

@@ -574,7 +574,7 @@ def _check_fields(template: ChatTemplate, message: object, where: str) -> None:
     if unknown:
         raise RequestError(
             f"{where}, of role {role}, has {', '.join(map(str, unknown))}; allowed are "
-            f"{', '.join(sorted(_FIELDS[role]))}"
+            f"{', '.join(sorted(known - {'role'} - (set() if template.tasks else {'task'})))}"
         )
 
 
@@ -584,6 +584,11 @@ def _content(message: Message, where: str, *, optional: bool = False) -> str:
         return ""
     if isinstance(content, str):
         return content
+    if content is None:
+        raise RequestError(
+            f"{where}, of role {message['role']}, has no content; allowed are a string or a list "
+            "of text parts"
+        )
     if not isinstance(content, (list, tuple)):
         raise RequestError(
             f"{where}, of role {message['role']}, has the content {content!r}; allowed are a "
